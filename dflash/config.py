@@ -1,0 +1,275 @@
+"""The configuration of a run: frozen, keyword-only, checked once, where it is built.
+
+A preset (`dflash.presets`) is a function that returns a `RunConfig`; the command line overrides its fields by name
+(`--optim.learning-rate 1e-3`). A value that cannot work raises `ConfigError` with the edit that fixes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message says what to change. Commands exit with 2."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """The frozen model."""
+
+    path: str = ""  # directory in Hugging Face format, hub name, or "random:NAME" (dflash.modeling.target.RANDOM_TARGETS)
+    gguf_file: str | None = None  # file inside `path` for weights in GGUF format
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    mask_token_id: int | None = None  # None: the tokenizer's mask token, which must then exist
+    seed: int = 0  # only for random weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """The trained model. Sizes left None are the target's."""
+
+    block_size: int = 16  # B, the anchor included
+    num_layers: int = 5
+    num_features: int = 5  # K, for the default rule of target layers
+    target_layer_ids: tuple[int, ...] | None = None  # 0-based, ascending; None: the rule
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    attention: Literal["flex", "sdpa"] = "flex"
+
+    def __post_init__(self) -> None:
+        _require(self.block_size >= 2, f"drafter.block_size is {self.block_size}: a block needs an anchor and a mask, use at least 2")
+        _require(self.num_layers >= 1, f"drafter.num_layers is {self.num_layers}: use at least 1")
+        _require(self.num_features >= 1, f"drafter.num_features is {self.num_features}: use at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prepared examples and the one shape they are packed to."""
+
+    path: Path = Path("data")  # directory written by `python -m dflash prepare`
+    sequence_length: int = 4096  # S
+    rows_per_batch: int = 1  # R
+    num_anchors: int = 512  # N slots of a row
+    packing: Literal["documents", "none"] = "documents"  # "none": one document a row
+    min_supervised_tokens: int = 2  # examples with fewer are skipped, counted and listed
+    validation_batches: int = 2  # held-out micro-batches measured at every checkpoint; 0: none
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "rows_per_batch", "num_anchors", "min_supervised_tokens"):
+            _require(getattr(self, name) >= 1, f"data.{name.replace('_', '-')} is {getattr(self, name)}: use at least 1")
+        _require(self.validation_batches >= 0, "data.validation-batches is negative: use 0 for none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The objective (reference: DFlash paper, D-PACE arXiv 2605.18810)."""
+
+    kind: Literal["ce", "dpace", "kl"] = "ce"
+    gamma: float | None = None  # decay of the position weights; None: 7, 5, 4 for B = 16, 10, 8, else B/2
+    dpace_alpha: float = 0.5
+    chunk_tokens: int = 2048  # block tokens whose logits exist at one time
+
+    def __post_init__(self) -> None:
+        _require(self.gamma is None or self.gamma > 0, f"loss.gamma is {self.gamma}: use a positive number or None")
+        _require(0 < self.dpace_alpha <= 1, f"loss.dpace-alpha is {self.dpace_alpha}: use a number in (0, 1]")
+        _require(self.chunk_tokens >= 1, f"loss.chunk-tokens is {self.chunk_tokens}: use at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW on fp32 master weights."""
+
+    steps: int = 1000
+    batches_per_step: int = 1  # micro-batches of one optimizer step, over all drafters: independent of their number
+    learning_rate: float = 6e-4
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup_fraction: float = 0.04
+    decay_fraction: float = 0.2  # only wsd: the last part of the run
+    final_fraction: float = 0.0  # learning rate at the end, as a part of the peak
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0  # on matrices only
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 1, f"optim.steps is {self.steps}: use at least 1")
+        _require(self.batches_per_step >= 1, f"optim.batches-per-step is {self.batches_per_step}: use at least 1")
+        _require(self.learning_rate > 0, f"optim.learning-rate is {self.learning_rate}: use a positive number")
+        for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
+            _require(0 <= getattr(self, name) <= 1, f"optim.{name.replace('_', '-')} is {getattr(self, name)}: use a number in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """Who may compile what, when."""
+
+    policy: Literal["prewarm", "eager"] = "prewarm"
+    backend: str = "inductor"
+    allow_recompiles: tuple[str, ...] = ()  # names of functions that may compile after warm-up
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save and what to keep."""
+
+    every_steps: int = 500
+    keep_last: int = 2
+    keep_best: bool = True  # by held-out teacher-forced acceptance, or by loss without validation
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps >= 1, f"checkpoint.every-steps is {self.every_steps}: use at least 1")
+        _require(self.keep_last >= 1, f"checkpoint.keep-last is {self.keep_last}: use at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """Where numbers go. Events are always written to events.jsonl."""
+
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"  # auto: online with a key, else offline
+    log_every_steps: int = 10
+    queue_items: int = 4  # capacity of the queue between target and drafters
+
+
+@dataclass(frozen=True)
+class Topology:
+    """N target and M drafter workers, written `Nt+Md`."""
+
+    targets: int
+    drafters: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `5t+3d`. Raises ConfigError on anything else."""
+        match = re.fullmatch(r"(\d+)t\+(\d+)d", text)
+        _require(match is not None, f"topology {text!r} is not of the form Nt+Md, for example 1t+2d")
+        assert match is not None
+        topology = cls(int(match[1]), int(match[2]))
+        _require(topology.targets >= 1 and topology.drafters >= 1, f"topology {text!r} needs at least 1t+1d")
+        return topology
+
+    def __str__(self) -> str:
+        return f"{self.targets}t+{self.drafters}d"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that decides a training run."""
+
+    preset: str = "custom"
+    output: Path = Path("run")
+    seed: int = 0
+    engine: Literal["threads"] = "threads"
+    topology: str = "1t+1d"
+    devices: str = "cuda"  # "cpu", "cuda" (one GPU a worker), or a list, targets first: "cuda:0,cuda:0"
+    cpu_threads: int = 1  # intra-op threads of each worker when devices are CPUs
+    resume: bool = False
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+    def __post_init__(self) -> None:
+        Topology.parse(self.topology)
+        _require(
+            self.data.sequence_length > self.drafter.block_size,
+            f"data.sequence-length {self.data.sequence_length} does not hold one block of {self.drafter.block_size}: make it longer",
+        )
+        _require(self.cpu_threads >= 1, f"cpu-threads is {self.cpu_threads}: use at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """`python -m dflash prepare`: prompts in, conversations answered by the target out."""
+
+    prompts: str  # JSONL or Parquet file, or a hub name for `datasets`
+    output: Path
+    target: TargetConfig = field(default_factory=TargetConfig)
+    prompt_field: str = "prompt"  # a string, or a list of {role, content} messages
+    split: str = "train"  # only for hub names
+    limit: int | None = None
+    max_prompt_tokens: int = 2048  # longer prompts are skipped, counted and listed
+    max_new_tokens: int = 1024
+    temperature: float = 0.0  # 0: greedy
+    batch_size: int = 32
+    heldout_fraction: float = 0.05  # of the prompts, chosen by a hash of the prompt
+    enable_thinking: bool = False  # passed to the chat template
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.heldout_fraction < 1, f"heldout-fraction is {self.heldout_fraction}: use a number in [0, 1)")
+        _require(self.batch_size >= 1 and self.max_new_tokens >= 1, "batch-size and max-new-tokens must be at least 1")
+        _require(self.temperature >= 0, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """`python -m dflash evaluate RUN`: speculative decoding of held-out prompts."""
+
+    run: Path  # directory of a training run
+    checkpoint: str = "best"  # "best", "last", or a name such as step-000000
+    data: Path | None = None  # prepared data; None: the run's
+    max_prompts: int = 32
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    device: str = "cpu"
+    seed: int = 0
+    baseline: bool = True  # also decode plainly, for the wall-clock ratio and the lossless check
+
+    def __post_init__(self) -> None:
+        _require(self.max_prompts >= 1 and self.max_new_tokens >= 1, "max-prompts and max-new-tokens must be at least 1")
+        _require(self.temperature >= 0, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as JSON values."""
+    def plain(value: Any) -> Any:
+        if isinstance(value, Path):
+            return str(value)
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return value
+
+    result: dict[str, Any] = plain(dataclasses.asdict(config))
+    return result
+
+
+def run_config_from_dict(values: dict[str, Any]) -> RunConfig:
+    """Read back what `to_dict` wrote. Raises ConfigError on an unknown key."""
+    nested = {f.name: f.default_factory for f in dataclasses.fields(RunConfig) if f.default_factory is not dataclasses.MISSING}
+    arguments = {
+        key: _build(nested[key], value, prefix=f"{key}.") if key in nested else value for key, value in values.items()
+    }
+    return _build(RunConfig, arguments, prefix="")
+
+
+def _build(kind: Any, values: dict[str, Any], *, prefix: str) -> Any:
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(values) - set(known))
+    _require(not unknown, f"unknown key {prefix}{unknown[0] if unknown else ''}: known are {', '.join(known)}")
+    converted = {}
+    for key, value in values.items():
+        declared = str(known[key].type)
+        if declared == "Path":
+            value = Path(value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        converted[key] = value
+    return kind(**converted)
