@@ -1,0 +1,1 @@
+"""FX tracing and threads: `seams` reads what this torch shares between them."""
