@@ -1,0 +1,1 @@
+"""From prompts on disk to packed batches of fixed shape."""

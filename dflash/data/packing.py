@@ -1,0 +1,261 @@
+"""Examples to batches of one declared shape, in an order that depends only on (seed, epoch).
+
+Rows are planned once, from the lengths alone: best fit, longest first. What changes from epoch to epoch is which of the
+examples of equal length takes which place, and in which order the rows come. Every epoch therefore has the same number
+of batches, and any batch is found from its number without walking through those before it: a resumed run needs only
+the number. Both orders come from hashes of (seed, epoch, sample id), so they do not depend on the order of the files.
+
+Documents are never split over rows, and every example that is not listed in `skipped` comes exactly once per epoch.
+The last batch of an epoch may hold rows of nothing but padding.
+
+Known limit: examples of a length that no other example has keep their neighbours in every epoch.
+
+Legend: R rows of a batch, S tokens of a row, N anchor slots of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dflash.batch import Example, PackedBatch, Position
+from dflash.config import DataConfig
+from dflash.data.anchors import PlacedDocument, draw_anchors, eligible_anchors
+from dflash.data.examples import DataError
+
+PADDING_DOCUMENT = -1
+
+
+class PackedStream:
+    """An endless stream of packed batches over examples, with random access.
+
+    `skipped` lists (sample id, reason) of what is never delivered, `truncated` the ids of examples cut to S tokens.
+    Raises DataError when nothing is left, or when two examples share an id.
+    """
+
+    def __init__(self, examples: Sequence[Example], config: DataConfig, *, seed: int, pad_token_id: int) -> None:
+        self.config = config
+        self.seed = seed
+        self.pad_token_id = pad_token_id
+        _require_unique_ids(examples)
+        admitted = _admit(examples, config)
+        self.skipped = admitted.skipped
+        self.truncated = admitted.truncated
+        if not admitted.examples:
+            raise DataError(_nothing_left(len(examples), self.skipped))
+        self._examples = sorted(admitted.examples, key=lambda example: (-len(example.ids), example.sample_id))
+        self._hashes = _hash_ids([example.sample_id for example in self._examples])
+        lengths = [len(example.ids) for example in self._examples]
+        self._lengths = np.array(lengths, dtype=np.int64)
+        self._plan = _plan_rows(lengths, config.sequence_length, config.packing)
+        self._cached_order: _EpochOrder | None = None
+
+    @property
+    def num_examples(self) -> int:
+        """Examples delivered in every epoch."""
+        return len(self._examples)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch that hold documents."""
+        return len(self._plan.offsets) - 1
+
+    def batches_per_epoch(self, epoch: int = 0) -> int:
+        """Micro-batches of an epoch; the same in every epoch, because it depends on the lengths alone."""
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}: epochs count from 0")
+        return -(-self.num_rows // self.config.rows_per_batch)
+
+    def position(self, index: int) -> Position:
+        """Epoch and place in it of the micro-batch number `index` since the start of the run."""
+        if index < 0:
+            raise ValueError(f"micro-batch number is {index}: it counts from 0")
+        return Position(epoch=index // self.batches_per_epoch(), batch=index % self.batches_per_epoch())
+
+    def batch(self, index: int) -> PackedBatch:
+        """Micro-batch number `index` since the start of the run, on the CPU."""
+        position = self.position(index)
+        order = self._order(position.epoch)
+        first = position.batch * self.config.rows_per_batch
+        rows = [
+            [self._examples[order.example_of_place[place]] for place in self._plan.places(int(row))]
+            for row in order.rows[first : first + self.config.rows_per_batch]
+        ]
+        rows += [[] for _ in range(self.config.rows_per_batch - len(rows))]
+        return self._fill(rows, index, position)
+
+    def _order(self, epoch: int) -> _EpochOrder:
+        order = self._cached_order
+        if order is None or order.epoch != epoch:
+            keys = _epoch_keys(self._hashes, self.seed, epoch)
+            row_hashes = np.arange(self.num_rows, dtype=np.uint64)
+            order = _EpochOrder(
+                epoch=epoch,
+                example_of_place=np.lexsort((keys, -self._lengths)),
+                rows=np.argsort(_epoch_keys(row_hashes, self.seed, epoch), kind="stable"),
+            )
+            self._cached_order = order
+        return order
+
+    def _fill(self, rows: list[list[Example]], index: int, position: Position) -> PackedBatch:
+        shape = (len(rows), self.config.sequence_length)
+        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        positions = np.zeros(shape, dtype=np.int64)
+        document_ids = np.full(shape, PADDING_DOCUMENT, dtype=np.int64)
+        loss_mask = np.zeros(shape, dtype=np.bool_)
+        anchors = np.zeros((len(rows), self.config.num_anchors), dtype=np.int64)
+        anchor_valid = np.zeros(anchors.shape, dtype=np.bool_)
+        num_tokens = 0
+        for r, row in enumerate(rows):
+            placed, start = [], 0
+            for number, example in enumerate(row):
+                here = slice(start, start + len(example.ids))
+                input_ids[r, here] = example.ids
+                positions[r, here] = np.arange(len(example.ids))
+                document_ids[r, here] = number
+                loss_mask[r, here] = example.loss_mask
+                placed.append(PlacedDocument(sample_id=example.sample_id, start=start, loss_mask=example.loss_mask))
+                start = here.stop
+            positions[r, start:] = np.arange(self.config.sequence_length - start)
+            anchors[r], anchor_valid[r] = draw_anchors(
+                placed, num_anchors=self.config.num_anchors, seed=self.seed, epoch=position.epoch
+            )
+            num_tokens += start
+        return PackedBatch(
+            input_ids=torch.from_numpy(input_ids),
+            positions=torch.from_numpy(positions),
+            document_ids=torch.from_numpy(document_ids),
+            loss_mask=torch.from_numpy(loss_mask),
+            anchors=torch.from_numpy(anchors),
+            anchor_valid=torch.from_numpy(anchor_valid),
+            sample_ids=tuple(tuple(example.sample_id for example in row) for row in rows),
+            index=index,
+            position=position,
+            num_tokens=num_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Admitted:
+    examples: list[Example]
+    skipped: list[tuple[str, str]]
+    truncated: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RowPlan:
+    """Places are numbered from the longest example to the shortest; row r holds `flat[offsets[r] : offsets[r + 1]]`."""
+
+    flat: npt.NDArray[np.int64]  # [places]
+    offsets: npt.NDArray[np.int64]  # [rows + 1]
+
+    def places(self, row: int) -> npt.NDArray[np.int64]:
+        return self.flat[self.offsets[row] : self.offsets[row + 1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EpochOrder:
+    epoch: int
+    example_of_place: npt.NDArray[np.int64]  # [places]
+    rows: npt.NDArray[np.int64]  # [rows], a permutation
+
+
+def _require_unique_ids(examples: Sequence[Example]) -> None:
+    counts = Counter(example.sample_id for example in examples)
+    repeated = [sample_id for sample_id, count in counts.items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"{len(repeated)} sample ids occur more than once, for example {repeated[0]!r}: give each example its own id"
+        )
+
+
+def _admit(examples: Sequence[Example], config: DataConfig) -> _Admitted:
+    kept: list[Example] = []
+    skipped: list[tuple[str, str]] = []
+    truncated: list[str] = []
+    for example in examples:
+        cut = len(example.ids) > config.sequence_length
+        reason = _reason_to_skip(example.loss_mask[: config.sequence_length], config.min_supervised_tokens, cut=cut)
+        if reason is not None:
+            skipped.append((example.sample_id, reason))
+            continue
+        if cut:
+            truncated.append(example.sample_id)
+        kept.append(
+            Example(
+                sample_id=example.sample_id,
+                ids=example.ids[: config.sequence_length],
+                loss_mask=example.loss_mask[: config.sequence_length],
+            )
+        )
+    return _Admitted(examples=kept, skipped=skipped, truncated=truncated)
+
+
+def _reason_to_skip(loss_mask: npt.NDArray[np.bool_], minimum: int, *, cut: bool) -> str | None:
+    supervised = int(loss_mask.sum())
+    where = f" within the first {len(loss_mask)} tokens" if cut else ""
+    if supervised == 0:
+        return f"no supervised tokens{where}"
+    if supervised < minimum:
+        return f"fewer than {minimum} supervised tokens{where}"
+    if not eligible_anchors(loss_mask).any():
+        return f"no two supervised tokens in a row{where}"
+    return None
+
+
+def _nothing_left(num_examples: int, skipped: list[tuple[str, str]]) -> str:
+    counts = Counter(reason for _, reason in skipped)
+    reasons = "; ".join(f"{count} with {reason}" for reason, count in counts.most_common()) or "there are none"
+    return (
+        f"none of {num_examples} examples can be trained on ({reasons}): "
+        "prepare more data, or change data.sequence-length or data.min-supervised-tokens"
+    )
+
+
+def _plan_rows(lengths: list[int], capacity: int, packing: Literal["documents", "none"]) -> _RowPlan:
+    """Best fit over `lengths`, which descend: each goes to the row with the least room that still holds it."""
+    if packing == "none":
+        return _RowPlan(flat=np.arange(len(lengths)), offsets=np.arange(len(lengths) + 1))
+    rows_with_room: dict[int, list[int]] = {}
+    rooms = 0  # bit n is set when some row has room for exactly n tokens
+    row_of_place = np.empty(len(lengths), dtype=np.int64)
+    num_rows = 0
+    for place, length in enumerate(lengths):
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = rows_with_room[room].pop()
+            if not rows_with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = capacity, num_rows
+            num_rows += 1
+        row_of_place[place] = row
+        rows_with_room.setdefault(room - length, []).append(row)
+        rooms |= 1 << (room - length)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of_place, minlength=num_rows))])
+    return _RowPlan(flat=np.argsort(row_of_place, kind="stable"), offsets=offsets)
+
+
+def _hash_ids(sample_ids: list[str]) -> npt.NDArray[np.uint64]:
+    digests = b"".join(
+        hashlib.blake2b(sample_id.encode("utf-8", "surrogatepass"), digest_size=8, person=b"dflash-order").digest()
+        for sample_id in sample_ids
+    )
+    return np.frombuffer(digests, dtype="<u8").astype(np.uint64)
+
+
+def _epoch_keys(hashes: npt.NDArray[np.uint64], seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    """Mix hashes [items] with (seed, epoch); the finalizer of splitmix64, which is a bijection: no new ties."""
+    digest = hashlib.blake2b(f"{seed}\0{epoch}".encode(), digest_size=8, person=b"dflash-epoch").digest()
+    x = hashes ^ np.uint64(int.from_bytes(digest, "little"))
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
