@@ -1,0 +1,101 @@
+"""Loading the target: a directory or hub name in Hugging Face format, a GGUF file, or random weights by name."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash.config import ConfigError, TargetConfig
+from dflash.modeling.anatomy import text_config, text_decoder
+from dflash.modeling.ends import FrozenEnds
+from dflash.modeling.random_targets import RANDOM_TARGETS
+from dflash.modeling.runner import TargetRunner, supports_packing
+
+__all__ = [
+    "RANDOM_TARGETS",
+    "FrozenEnds",
+    "TargetRunner",
+    "load_target",
+    "resolve_mask_token_id",
+    "supports_packing",
+    "text_config",
+    "text_decoder",
+]
+
+_RANDOM_PREFIX = "random:"
+# transformers sets the default dtype of the process while it builds a model, and random weights use the global generator.
+_loading = threading.Lock()
+
+
+def load_target(config: TargetConfig, *, device: torch.device | str) -> tuple[Any, Any]:
+    """The frozen model in evaluation mode on `device`, and its tokenizer (None for random weights).
+
+    Loads take turns between threads. Raises ConfigError when there is nothing to load at `config.path`.
+    """
+    if not config.path:
+        raise ConfigError(
+            f"no target: set --target.path to a model directory, a hub name, or random:NAME ({', '.join(RANDOM_TARGETS)})"
+        )
+    device = torch.device(device)
+    dtype = getattr(torch, config.dtype)
+    with _loading:
+        if config.path.startswith(_RANDOM_PREFIX):
+            model, tokenizer = _random(config, dtype, device), None
+        else:
+            model, tokenizer = _pretrained(config, dtype, device)
+    model.eval()
+    model.requires_grad_(requires_grad=False)
+    return model, tokenizer
+
+
+def resolve_mask_token_id(config: TargetConfig, tokenizer: Any, vocab_size: int) -> int:
+    """The token that stands for an unknown one in a block: the configured id, else the tokenizer's mask token.
+
+    It must be a row of the target's embedding with no other meaning. Raises ConfigError when there is none; the padding
+    or end token is never used instead, because drafting with another token than in training destroys acceptance.
+    """
+    mask = config.mask_token_id
+    if mask is None:
+        mask = getattr(tokenizer, "mask_token_id", None)
+    if mask is None:
+        raise ConfigError(
+            "a target without mask token: set --target.mask-token-id to an id of its vocabulary that texts never contain "
+            "(Qwen3: 151669, Qwen3.5: 248070)"
+        )
+    if not 0 <= mask < vocab_size:
+        raise ConfigError(
+            f"mask token id is {mask}: expected 0 to {vocab_size - 1}, set --target.mask-token-id to an unused id of the target"
+        )
+    for name in ("pad", "eos", "bos", "unk"):
+        if mask == getattr(tokenizer, f"{name}_token_id", None):
+            raise ConfigError(
+                f"mask token id {mask} is the {name} token of the target: set --target.mask-token-id to an unused id"
+            )
+    return mask
+
+
+def _random(config: TargetConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    name = config.path.removeprefix(_RANDOM_PREFIX)
+    if name not in RANDOM_TARGETS:
+        raise ConfigError(f"target.path is {config.path!r}: known random targets are {', '.join(RANDOM_TARGETS)}")
+    if config.gguf_file is not None:
+        raise ConfigError(f"target.gguf-file is {config.gguf_file!r} with a random target: leave it out")
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(config.seed)
+        return AutoModelForCausalLM.from_config(RANDOM_TARGETS[name](), dtype=dtype)
+
+
+def _pretrained(config: TargetConfig, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    source = {} if config.gguf_file is None else {"gguf_file": config.gguf_file}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.path, **source)
+        model = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, **source)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"cannot load the target from {config.path!r} ({type(error).__name__}: {error}): expected a directory or hub name "
+            f"with config.json, weights and tokenizer, or --target.gguf-file with the name of a GGUF file there"
+        ) from error
+    return model.to(device), tokenizer
