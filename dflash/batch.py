@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
 
 _Item = TypeVar("_Item", "PackedBatch", "TargetStates")
 
@@ -63,12 +62,11 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetStates:
-    """What the drafter learns from. Filled by a target worker on its device."""
+    """What the drafter learns from. Filled by a target worker on its device, which is done with it before it hands it over."""
 
     batch: PackedBatch
     features: Tensor  # [R, S, K*H], outputs of the selected layers side by side, ascending layer id
     final_hidden: Tensor | None = None  # [R, S, H] input of the target's head, only for the KL loss
-    ready: Any = None  # torch.cuda.Event recorded after the target's work; None on the CPU
 
     @property
     def nbytes(self) -> int:

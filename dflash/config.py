@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import tyro
+
 
 class ConfigError(ValueError):
     """A configuration that cannot work; the message says what to change. Commands exit with 2."""
@@ -48,7 +50,9 @@ class DrafterConfig:
     attention: Literal["flex", "sdpa"] = "flex"
 
     def __post_init__(self) -> None:
-        _require(self.block_size >= 2, f"drafter.block_size is {self.block_size}: a block needs an anchor and a mask, use at least 2")
+        _require(
+            self.block_size >= 2, f"drafter.block_size is {self.block_size}: a block needs an anchor and a mask, use at least 2"
+        )
         _require(self.num_layers >= 1, f"drafter.num_layers is {self.num_layers}: use at least 1")
         _require(self.num_features >= 1, f"drafter.num_features is {self.num_features}: use at least 1")
 
@@ -107,7 +111,9 @@ class OptimConfig:
         _require(self.batches_per_step >= 1, f"optim.batches-per-step is {self.batches_per_step}: use at least 1")
         _require(self.learning_rate > 0, f"optim.learning-rate is {self.learning_rate}: use a positive number")
         for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
-            _require(0 <= getattr(self, name) <= 1, f"optim.{name.replace('_', '-')} is {getattr(self, name)}: use a number in [0, 1]")
+            _require(
+                0 <= getattr(self, name) <= 1, f"optim.{name.replace('_', '-')} is {getattr(self, name)}: use a number in [0, 1]"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +193,7 @@ class RunConfig:
         Topology.parse(self.topology)
         _require(
             self.data.sequence_length > self.drafter.block_size,
-            f"data.sequence-length {self.data.sequence_length} does not hold one block of {self.drafter.block_size}: make it longer",
+            f"data.sequence-length {self.data.sequence_length} is too short for a block of {self.drafter.block_size}",
         )
         _require(self.cpu_threads >= 1, f"cpu-threads is {self.cpu_threads}: use at least 1")
 
@@ -221,7 +227,7 @@ class PrepareConfig:
 class EvaluateConfig:
     """`python -m dflash evaluate RUN`: speculative decoding of held-out prompts."""
 
-    run: Path  # directory of a training run
+    run: tyro.conf.Positional[Path]  # directory of a training run
     checkpoint: str = "best"  # "best", "last", or a name such as step-000000
     data: Path | None = None  # prepared data; None: the run's
     max_prompts: int = 32
@@ -238,6 +244,7 @@ class EvaluateConfig:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as JSON values."""
+
     def plain(value: Any) -> Any:
         if isinstance(value, Path):
             return str(value)
@@ -254,9 +261,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def run_config_from_dict(values: dict[str, Any]) -> RunConfig:
     """Read back what `to_dict` wrote. Raises ConfigError on an unknown key."""
     nested = {f.name: f.default_factory for f in dataclasses.fields(RunConfig) if f.default_factory is not dataclasses.MISSING}
-    arguments = {
-        key: _build(nested[key], value, prefix=f"{key}.") if key in nested else value for key, value in values.items()
-    }
+    arguments = {key: _build(nested[key], value, prefix=f"{key}.") if key in nested else value for key, value in values.items()}
     return _build(RunConfig, arguments, prefix="")
 
 
@@ -266,10 +271,8 @@ def _build(kind: Any, values: dict[str, Any], *, prefix: str) -> Any:
     _require(not unknown, f"unknown key {prefix}{unknown[0] if unknown else ''}: known are {', '.join(known)}")
     converted = {}
     for key, value in values.items():
-        declared = str(known[key].type)
-        if declared == "Path":
-            value = Path(value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        converted[key] = value
+        if str(known[key].type) == "Path":
+            converted[key] = Path(value)
+        else:
+            converted[key] = tuple(value) if isinstance(value, list) else value
     return kind(**converted)

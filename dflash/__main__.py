@@ -1,0 +1,132 @@
+"""`python -m dflash prepare | train | evaluate | export`: parse, run, print one JSON line, exit code.
+
+Progress and errors go to stderr; the last line of stdout is the result as one JSON object. Exit codes: 0 fine, 1 the run
+failed or found an FX error, 2 bad usage or input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from dflash import checkpoint, presets
+from dflash.checkpoint import CheckpointError
+from dflash.config import ConfigError, EvaluateConfig, PrepareConfig, RunConfig
+from dflash.data.examples import DataError
+from dflash.engine.queue import WorkerFailed
+
+USAGE = """usage: python -m dflash COMMAND ...
+  prepare   prompts to conversations answered by the target: --prompts FILE --output DIR --target.path TARGET
+  train     train a drafter: --preset {presets} --output DIR [--topology 1t+2d] [any field, see train --help]
+  evaluate  speculative decoding of held-out prompts: evaluate RUN [--checkpoint best]
+  export    write a run's drafter in z-lab's DFlash format: export RUN OUT [--checkpoint best]"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """`python -m dflash export RUN OUT`: write the drafter in z-lab's DFlash format."""
+
+    run: tyro.conf.Positional[Path]  # directory of a training run
+    out: tyro.conf.Positional[Path]  # new directory
+    checkpoint: str = "best"  # "best", "last", or a name such as step-000500
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command not in COMMANDS:
+        wanted_help = command in ("-h", "--help")
+        print(USAGE.format(presets="|".join(presets.PRESETS)), file=sys.stdout if wanted_help else sys.stderr)
+        return 0 if wanted_help else 2
+    try:
+        result = COMMANDS[command](rest)
+    except (ConfigError, DataError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except WorkerFailed as failure:
+        cause = failure.__cause__ or failure
+        traceback.print_exception(cause, file=sys.stderr)
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    print(json.dumps(_finite(result)), flush=True)
+    return 1 if _found_something(result) else 0
+
+
+def train_command(arguments: list[str]) -> dict[str, Any]:
+    """`train`: the preset's fields are the defaults of the flags."""
+    from dflash.trainer import train  # noqa: PLC0415 - torch and transformers take seconds; --help should not
+
+    return train(tyro.cli(RunConfig, prog="python -m dflash train", default=_preset_of(arguments), args=arguments))
+
+
+def prepare_command(arguments: list[str]) -> dict[str, Any]:
+    """`prepare`."""
+    from dflash.data.prepare import prepare  # noqa: PLC0415 - see train_command
+
+    return prepare(tyro.cli(PrepareConfig, prog="python -m dflash prepare", args=arguments))
+
+
+def evaluate_command(arguments: list[str]) -> dict[str, Any]:
+    """`evaluate`."""
+    from dflash.decoding.evaluate import evaluate  # noqa: PLC0415 - see train_command
+
+    return evaluate(tyro.cli(EvaluateConfig, prog="python -m dflash evaluate", args=arguments))
+
+
+def export_command(arguments: list[str]) -> dict[str, Any]:
+    """`export`."""
+    from dflash.modeling.contract import write_export  # noqa: PLC0415 - see train_command
+
+    config = tyro.cli(ExportConfig, prog="python -m dflash export", args=arguments)
+    directory = checkpoint.resolve(config.run, config.checkpoint)
+    state = checkpoint.load(directory)
+    shape = checkpoint.shape_of(state)
+    write_export(config.out, state.weights, shape, state.config.target.path)
+    return {"checkpoint": str(directory), "step": state.step, "export": str(config.out)}
+
+
+COMMANDS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
+    "prepare": prepare_command,
+    "train": train_command,
+    "evaluate": evaluate_command,
+    "export": export_command,
+}
+
+
+def _preset_of(arguments: list[str]) -> RunConfig:
+    for position, argument in enumerate(arguments):
+        if argument == "--preset" and position + 1 < len(arguments):
+            return presets.preset(arguments[position + 1])
+        if argument.startswith("--preset="):
+            return presets.preset(argument.removeprefix("--preset="))
+    if {"-h", "--help"} & set(arguments):
+        return RunConfig()
+    raise ConfigError(f"train needs --preset: one of {', '.join(presets.PRESETS)}")
+
+
+def _found_something(result: dict[str, Any]) -> bool:
+    return any(result.get(key) for key in ("fx_errors", "recompiles_after_warmup", "fallbacks"))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: an unknown number is null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

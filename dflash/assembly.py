@@ -1,0 +1,114 @@
+"""From a configuration to the parts of a run: data, targets, drafters - checked against each other before anything runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash import events
+from dflash.batch import TargetStates
+from dflash.compile_policy import CompilePolicy
+from dflash.config import ConfigError, RunConfig
+from dflash.data.examples import check_matches, load_examples, load_meta
+from dflash.data.packing import PackedStream
+from dflash.data.synthetic import is_synthetic, synthetic_examples
+from dflash.engine.devices import Placement
+from dflash.modeling.drafter import DrafterShape
+from dflash.modeling.target import (
+    FrozenEnds,
+    TargetRunner,
+    load_target,
+    resolve_mask_token_id,
+    supports_packing,
+    text_config,
+)
+from dflash.worker import DrafterModelWorker, TargetModelWorker
+
+SHOWN = 5  # skipped examples named in the notice; all are in skipped.jsonl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Everything that runs, each on its device."""
+
+    stream: PackedStream
+    heldout: PackedStream | None
+    targets: tuple[TargetModelWorker, ...]
+    drafters: tuple[DrafterModelWorker, ...]
+    skipped_examples: int
+    validation_batches: int
+
+    def validation_states(self) -> list[TargetStates]:
+        """Target states of the held-out micro-batches, on the leading drafter's device."""
+        if self.heldout is None:
+            return []
+        count = min(self.validation_batches, self.heldout.batches_per_epoch(0))
+        leader = self.drafters[0].device
+        return [self.targets[0].run(self.heldout.batch(number)).to(leader) for number in range(count)]
+
+
+def build(config: RunConfig, placement: Placement, policy: CompilePolicy) -> Parts:
+    """Load and connect everything. Raises ConfigError or DataError where two parts do not fit."""
+    models = [load_target(config.target, device=device) for device in placement.targets]
+    model, tokenizer = models[0]
+    settings = text_config(model)
+    mask_token_id = resolve_mask_token_id(config.target, tokenizer, settings.vocab_size)
+    shape = DrafterShape.from_target(settings, config.drafter, mask_token_id)
+    if config.data.packing == "documents" and not supports_packing(model):
+        raise ConfigError(f"target {config.target.path} cannot separate packed documents: use --data.packing none")
+    stream, heldout = _streams(config, settings, mask_token_id)
+    _report_skipped(config, stream)
+    drafters = []
+    for device in placement.drafters:
+        ends = FrozenEnds.from_model(model, device=device, dtype=_ends_dtype(device))
+        drafters.append(DrafterModelWorker(config, shape, ends, device, policy))
+    targets = []
+    for (target, _), device in zip(models, placement.targets, strict=True):
+        runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl")
+        targets.append(TargetModelWorker(runner, stream, device))
+    return Parts(
+        stream=stream,
+        heldout=heldout,
+        targets=tuple(targets),
+        drafters=tuple(drafters),
+        skipped_examples=len(stream.skipped),
+        validation_batches=config.data.validation_batches,
+    )
+
+
+def _ends_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _streams(config: RunConfig, settings: Any, mask_token_id: int) -> tuple[PackedStream, PackedStream | None]:
+    if is_synthetic(config.data.path):
+        examples = synthetic_examples(config.data.path, config.data, vocab_size=settings.vocab_size, seed=config.seed)
+        return PackedStream(examples, config.data, seed=config.seed, pad_token_id=0), None
+    path = Path(config.data.path)
+    meta = load_meta(path)
+    check_matches(meta, vocab_size=settings.vocab_size, mask_token_id=mask_token_id)
+    stream = PackedStream(load_examples(path, "train"), config.data, seed=config.seed, pad_token_id=meta.pad_token_id)
+    held = load_examples(path, "heldout") if config.data.validation_batches else []
+    if not held:
+        if config.data.validation_batches:
+            events.record("notice", text=f"{path} has no held-out examples: checkpoints are ordered by training loss")
+        return stream, None
+    return stream, PackedStream(held, config.data, seed=config.seed, pad_token_id=meta.pad_token_id)
+
+
+def _report_skipped(config: RunConfig, stream: PackedStream) -> None:
+    if stream.truncated:
+        events.record(
+            "notice", text=f"{len(stream.truncated)} examples are longer than {config.data.sequence_length} tokens and were cut"
+        )
+    if not stream.skipped:
+        return
+    listing = config.output / "skipped.jsonl"
+    lines = [json.dumps({"sample_id": sample, "reason": reason}) + "\n" for sample, reason in stream.skipped]
+    listing.write_text("".join(lines), encoding="utf-8")
+    shown = "; ".join(f"{sample}: {reason}" for sample, reason in stream.skipped[:SHOWN])
+    events.record("notice", text=f"{len(stream.skipped)} examples skipped, all listed in {listing}: {shown}")

@@ -1,0 +1,209 @@
+"""The two kinds of worker: one makes target states, one turns them into gradients. Engines decide where and when they run.
+
+Legend: R rows, S tokens, N anchors, B block size, K features, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash.batch import LossSums, PackedBatch, TargetStates
+from dflash.compile_policy import CompilePolicy
+from dflash.config import RunConfig
+from dflash.data.packing import PackedStream
+from dflash.flat import FlatParameters
+from dflash.modeling.attention import build_mask
+from dflash.modeling.drafter import Drafter, DrafterShape, block_inputs
+from dflash.modeling.loss import draft_loss
+from dflash.modeling.masks import BlockLayout
+from dflash.modeling.target import FrozenEnds, TargetRunner
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient is NaN or infinite; the message names the samples and the first non-finite tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """What one drafter adds to an optimizer step."""
+
+    first_index: int  # number of the first micro-batch in it: fixes the order of summation
+    gradients: Tensor  # flat fp32, on the drafter's device
+    sums: LossSums
+    batches: tuple[PackedBatch, ...]
+
+
+class TargetModelWorker:
+    """Makes the target states of numbered micro-batches on one device."""
+
+    def __init__(self, runner: TargetRunner, stream: PackedStream, device: torch.device) -> None:
+        self.device = device
+        self._runner = runner
+        self._stream = stream
+
+    def produce(self, number: int) -> TargetStates:
+        """The states of micro-batch `number`, complete on this worker's device."""
+        return self.run(self._stream.batch(number))
+
+    def run(self, batch: PackedBatch) -> TargetStates:
+        """The states of any batch, complete on this worker's device."""
+        batch = batch.to(self.device)
+        features, final_hidden = self._runner.run(batch)
+        synchronize(self.device)
+        return TargetStates(batch=batch, features=features, final_hidden=final_hidden)
+
+
+class DrafterModelWorker:
+    """One drafter replica: fp32 weights in one flat tensor, forward and backward under autocast where the device has bf16."""
+
+    def __init__(
+        self, config: RunConfig, shape: DrafterShape, ends: FrozenEnds, device: torch.device, policy: CompilePolicy
+    ) -> None:
+        """The replica on `device`, with weights drawn from the run's seed: equal on every device."""
+        self.device = device
+        self.shape = shape
+        self.ends = ends
+        self._config = config
+        self.drafter = Drafter(shape, generator=torch.Generator().manual_seed(config.seed)).to(device).train()
+        self.flat = FlatParameters(self.drafter)
+        self._forward: Callable[..., Tensor] = policy.compiled(self.drafter)
+        self._contributions: list[Contribution] = []
+
+    def accumulate(self, states: TargetStates) -> None:
+        """Add the gradients of one micro-batch. Raises NonFiniteError; returns when the device is done."""
+        states = states.to(self.device)
+        sums = self.loss(states)
+        sums.loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        if not bool(torch.isfinite(sums.loss)):
+            raise NonFiniteError(self._describe_non_finite(states))
+        synchronize(self.device)
+        self._add(states.batch, sums.detach())
+
+    @torch.no_grad()
+    def validate(self, states: TargetStates) -> LossSums:
+        """The sums of a held-out micro-batch, without gradients."""
+        return self.loss(states.to(self.device))
+
+    def take_contributions(self) -> list[Contribution]:
+        """What was accumulated since the last call; `clear_gradients` when it has been used."""
+        taken, self._contributions = self._contributions, []
+        return taken
+
+    def clear_gradients(self) -> None:
+        """Start a new optimizer step."""
+        self.flat.gradients.zero_()
+
+    def loss(self, states: TargetStates) -> LossSums:
+        """Loss sums of states on this worker's device."""
+        return self._loss_through(states, self._forward)
+
+    def _loss_through(self, states: TargetStates, forward: Callable[..., Tensor]) -> LossSums:
+        batch, block_size = states.batch, self.shape.block_size
+        ids, block_positions = block_inputs(batch, self.shape.mask_token_id, block_size)
+        layout = BlockLayout(
+            anchors=batch.anchors, anchor_valid=batch.anchor_valid, document_ids=batch.document_ids, block_size=block_size
+        )
+        mask = build_mask(layout, self._config.drafter.attention, self.device)
+        with torch.no_grad():
+            embeds = self.ends.embed(ids)
+        with self._autocast():
+            hidden = forward(embeds, block_positions, states.features, batch.positions, mask)
+        return draft_loss(hidden, self.ends, batch, self._config.loss, block_size=block_size, final_hidden=states.final_hidden)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.device.type == "cuda":
+            return torch.autocast("cuda", dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _add(self, batch: PackedBatch, sums: LossSums) -> None:
+        if self.device.type == "cuda" and self._contributions:
+            # Autograd has already added this micro-batch to the same flat tensor: one sum a GPU keeps memory flat.
+            first = self._contributions[0]
+            merged = Contribution(
+                first_index=first.first_index,
+                gradients=first.gradients,
+                sums=add_sums([first.sums, sums]),
+                batches=(*first.batches, batch),
+            )
+            self._contributions = [merged]
+            return
+        gradients = self.flat.gradients
+        if self.device.type == "cpu":
+            # Kept apart per micro-batch: the order of summation, and so every bit, is the same for any number of drafters.
+            gradients = gradients.clone()
+            self.flat.gradients.zero_()
+        self._contributions.append(Contribution(first_index=batch.index, gradients=gradients, sums=sums, batches=(batch,)))
+
+    def _describe_non_finite(self, states: TargetStates) -> str:
+        samples = [sample for row in states.batch.sample_ids for sample in row]
+        shown = ", ".join(samples[:8]) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
+        return (
+            f"the loss of micro-batch {states.batch.index} is not finite; first non-finite tensor: "
+            f"{self._first_non_finite(states)}; samples: {shown}. The last good checkpoint is kept"
+        )
+
+    def _first_non_finite(self, states: TargetStates) -> str:
+        inputs = {"target features": states.features, "target final hidden state": states.final_hidden}
+        for name, tensor in inputs.items():
+            if tensor is not None and not bool(torch.isfinite(tensor).all()):
+                return name
+        parameter = self.flat.first_non_finite(self.flat.weights)
+        if parameter is not None:
+            return f"drafter weight {parameter}"
+        found: list[str] = []
+
+        def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+                if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
+                    found.append(f"output of drafter module {name or 'drafter'}")
+
+            return hook
+
+        hooks = [module.register_forward_hook(look(name)) for name, module in self.drafter.named_modules()]
+        try:
+            with torch.no_grad():
+                self._loss_through(states, self.drafter)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found[0] if found else "logits of the target's head"
+
+
+def add_sums(parts: list[LossSums]) -> LossSums:
+    """Sums of several micro-batches, in the given order, on the first one's device."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = LossSums(
+            loss=total.loss + part.loss.to(total.loss.device),
+            weight=total.weight + part.weight.to(total.weight.device),
+            correct=total.correct + part.correct.to(total.correct.device),
+            counted=total.counted + part.counted.to(total.counted.device),
+            accepted=total.accepted + part.accepted.to(total.accepted.device),
+            blocks=total.blocks + part.blocks.to(total.blocks.device),
+        )
+    return total
+
+
+def sum_gradients(parts: list[Contribution], out: Tensor) -> None:
+    """Write the sum of all contributions to `out` (flat fp32), in the order of their micro-batches."""
+    tensors = [part.gradients for part in parts]
+    if out.device.type == "cuda" and len(tensors) > 1:
+        out.copy_(torch.cuda.comm.reduce_add(tensors, destination=out.device.index))
+        return
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    if total is not out:
+        out.copy_(total)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the calling thread's stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
