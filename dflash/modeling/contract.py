@@ -1,0 +1,194 @@
+"""The released form of a drafter: config.json, model.safetensors and README.md as z-lab's runtime and servers read them.
+
+Servers load what they recognise and say nothing about the rest: a wrong name is a random drafter, a wrong number a slow
+one (reference 1.6 to 1.8). So the export is checked by reading it back, and a bad one is never left in place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dflash.config import ConfigError
+from dflash.modeling.drafter import Drafter
+from dflash.modeling.shape import DrafterShape
+
+_FIXED_VALUES: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "dtype": "bfloat16",
+}
+
+
+class ContractError(RuntimeError):
+    """An export that servers would misread; the message lists the problems."""
+
+
+def write_export(directory: Path, weights: Mapping[str, Tensor], shape: DrafterShape, target_name: str) -> None:
+    """Write the drafter to the new directory `directory`, weights in bf16.
+
+    `weights` is the state dict of a `Drafter` of `shape`, any dtype and device; `target_name` is what users load the target
+    by. Raises ConfigError when the directory exists and is not empty, ContractError when the check finds problems; then
+    nothing is left behind.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} exists and is not an empty directory: export to a new one")
+    aside = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    aside.mkdir(parents=True)
+    try:
+        tensors = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights.items()}
+        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        (aside / "config.json").write_text(json.dumps(shape.to_zlab_config(), indent=2) + "\n", encoding="utf-8")
+        (aside / "README.md").write_text(_model_card(shape, target_name, tensors), encoding="utf-8")
+        problems = check_export(aside)
+        if problems:
+            raise ContractError("the export would be misread:\n" + "\n".join(f"- {problem}" for problem in problems))
+        for file in aside.iterdir():
+            _flush(file)
+        aside.replace(directory)
+        _flush(directory.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # gone already when it was renamed
+
+
+def check_export(directory: Path) -> list[str]:
+    """What is wrong with an exported drafter, one sentence a problem; an empty list means that servers read it as trained."""
+    try:
+        values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return [f"config.json cannot be read ({type(error).__name__}: {error})"]
+    if not isinstance(values, dict):
+        return [f"config.json holds a {type(values).__name__}, expected an object"]
+    shape: DrafterShape | None = None
+    problems = list(_config_problems(values))
+    try:
+        shape = DrafterShape.from_zlab_config(values)
+    except (ConfigError, TypeError, ValueError, AttributeError) as error:
+        problems.append(str(error))
+    return problems + list(_weight_problems(directory / "model.safetensors", shape))
+
+
+def _config_problems(values: dict[str, Any]) -> Iterator[str]:
+    for key, expected in _FIXED_VALUES.items():
+        if values.get(key) != expected:
+            yield f"{key} is {values.get(key)!r}, expected {expected!r}"
+    inner = values.get("dflash_config")
+    inner = inner if isinstance(inner, dict) else {}
+    for place, holder in (("at the top", values), ("in dflash_config", inner)):
+        if "block_size" not in holder:
+            yield f"block_size is missing {place} of config.json: servers read one place or the other"
+    yield from _token_problems(values, inner.get("mask_token_id"))
+    kinds, layers = values.get("layer_types"), values.get("num_hidden_layers")
+    if not isinstance(layers, int) or kinds != ["full_attention"] * layers:
+        yield f"layer_types is {kinds}, expected full_attention for each of {layers} layers: others are served differently"
+    yield from _rope_problems(values)
+
+
+def _token_problems(values: dict[str, Any], mask: Any) -> Iterator[str]:
+    for name in ("bos", "eos", "pad"):
+        token = values.get(f"{name}_token_id")
+        if mask is not None and mask in (token if isinstance(token, list) else [token]):
+            yield f"mask_token_id {mask} is also the {name} token"
+
+
+def _rope_problems(values: dict[str, Any]) -> Iterator[str]:
+    parameters, scaling = values.get("rope_parameters"), values.get("rope_scaling")
+    if "rope_theta" not in values or not isinstance(parameters, dict) or "rope_theta" not in parameters:
+        yield "rope_theta must stand at the top and in rope_parameters: servers read one place or the other"
+        return
+    if not isinstance(scaling, dict | None):
+        yield f"rope_scaling is {scaling!r}, expected null or an object"
+        return
+    old = {"rope_type" if key == "type" else key: value for key, value in (scaling or {"rope_type": "default"}).items()}
+    if any(parameters.get(key) != value for key, value in old.items()):
+        yield f"rope_scaling is {scaling}, but rope_parameters are {parameters}: expected the same in both"
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"partial_rotary_factor is {values['partial_rotary_factor']}: the drafter rotates whole heads, expected 1.0 or none"
+    if values.get("is_neox_style", True) is not True:
+        yield "is_neox_style is not true: the drafter rotates halves, not neighbours"
+
+
+def _weight_problems(file: Path, shape: DrafterShape | None) -> Iterator[str]:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - a file, not a dictionary
+    except (OSError, SafetensorError) as error:
+        yield f"{file.name} cannot be read ({type(error).__name__}: {error})"
+        return
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.bfloat16:
+            yield f"{name} is {tensor.dtype}, expected torch.bfloat16"
+        if not torch.isfinite(tensor).all():
+            yield f"{name} holds NaN or infinity"
+    if shape is None:
+        return
+    expected = _expected_shapes(shape)
+    yield from (f"{name} is missing in {file.name}" for name in expected if name not in tensors)
+    yield from (f"{name} in {file.name} is unknown: servers would drop it silently" for name in tensors if name not in expected)
+    for name in expected.keys() & tensors.keys():
+        if tuple(tensors[name].shape) != expected[name]:
+            yield f"{name} has shape {tuple(tensors[name].shape)}, expected {expected[name]} from config.json"
+
+
+def _expected_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(weight.shape) for name, weight in Drafter(shape).state_dict().items()}
+
+
+def _model_card(shape: DrafterShape, target_name: str, tensors: dict[str, Tensor]) -> str:
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    base = f"base_model: {target_name}\n" if target_name.count("/") == 1 and not target_name.startswith((".", "/", "~")) else ""
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+{base}tags:
+- speculative-decoding
+- dflash
+---
+
+# DFlash drafter for {target_name}
+
+A block-diffusion drafter in z-lab's DFlash format. It proposes {shape.block_size - 1} tokens at once from hidden states of its
+target; the target verifies them, so the text is the target's own. Token embedding and head are the target's and not
+in this repository.
+
+| | |
+|---|---|
+| target | {target_name} ({shape.num_target_layers} layers, hidden size {shape.hidden_size}) |
+| target layers read | {", ".join(map(str, shape.target_layer_ids))} (0-based, output of the layer) |
+| block size | {shape.block_size}, the known token included |
+| mask token id | {shape.mask_token_id} |
+| draft layers | {shape.num_layers}, full attention |
+| parameters | {parameters / 1e6:.1f} M, bf16 |
+
+Serve it with SGLang:
+
+    --speculative-algorithm DFLASH --speculative-draft-model-path THIS --speculative-num-draft-tokens {shape.block_size}
+
+or with vLLM:
+
+    --speculative-config '{{"method": "dflash", "model": "THIS", "num_speculative_tokens": {shape.block_size - 1}}}'
+
+Loading it with `AutoModel` needs z-lab's `dflash.py` beside the weights.
+"""
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
