@@ -24,7 +24,7 @@ import jinja2
 import numpy as np
 import numpy.typing as npt
 
-from dflash.data.examples import DataError
+from dflash.data.meta import DataError
 
 Message = dict[str, str]  # role, content
 

@@ -1,14 +1,8 @@
 """Prepared examples on disk: what is published is complete, and what is not complete is not trusted.
 
-A prepared directory holds
-    examples.parquet   sample_id, ids, loss_mask, prompt_tokens, split; the pages carry checksums
-    meta.json          which target, vocabulary, mask token and template the examples belong to (`Meta`)
-    skipped.jsonl      one line per prompt that has no example, with the reason
-    COMPLETE           written last: row count, bytes of the Parquet file, digest of meta.json
-
-It is written under another name, flushed to the disk and renamed, so that a crash, a full disk or a killed process
-leaves either the whole directory or none. Reading checks the marker, the size, the schema, the row counts and the
-values, and refuses with `DataError` whatever it cannot vouch for.
+A prepared directory (its files: `dflash.data.meta`) is written under another name, flushed to the disk and renamed, so that
+a crash, a full disk or a killed process leaves either the whole directory or none. Reading checks the marker, the size, the
+schema, the checksums, the row counts and the values, and refuses with `DataError` whatever it cannot vouch for.
 """
 
 from __future__ import annotations
@@ -21,9 +15,8 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +24,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash.batch import Example
+from dflash.data.meta import (
+    EXAMPLES_FILE,
+    MARKER_FILE,
+    META_FILE,
+    SKIPPED_FILE,
+    SPLITS,
+    DataError,
+    Meta,
+    Split,
+    check_matches,
+    load_meta,
+    open_prepared,
+)
 
-FORMAT_VERSION = 1
-SPLITS = ("train", "heldout")
-EXAMPLES_FILE, META_FILE, SKIPPED_FILE, MARKER_FILE = "examples.parquet", "meta.json", "skipped.jsonl", "COMPLETE"
+__all__ = ["DataError", "Meta", "check_matches", "load_examples", "load_meta", "require_unpublished", "write_examples"]
+
 ROW_GROUP = 4096
 
 SCHEMA = pa.schema(
@@ -46,34 +51,6 @@ SCHEMA = pa.schema(
         ("split", pa.string()),
     ]
 )
-
-Split = Literal["train", "heldout"]
-
-
-class DataError(ValueError):
-    """Prompts or prepared data that cannot be used; the message says what was found and what to do. Commands exit with 2."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meta:
-    """What prepared examples belong to. Filled by `prepare`; counts are filled by `write_examples`."""
-
-    target: str
-    vocab_size: int
-    mask_token_id: int
-    pad_token_id: int
-    eos_token_ids: tuple[int, ...]
-    chat_template_sha256: str = ""
-    enable_thinking: bool = False
-    temperature: float = 0.0
-    max_new_tokens: int = 0
-    seed: int = 0
-    prompts: str = ""
-    truncated_answers: int = 0  # answers that reached max_new_tokens before their end token
-    examples: dict[str, int] = field(default_factory=dict)  # per split
-    skipped: dict[str, int] = field(default_factory=dict)  # per reason
-    versions: dict[str, str] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
 
 
 def write_examples(
@@ -97,11 +74,14 @@ def write_examples(
         aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
         _write_directory(aside, splits, meta, skipped)
         aside.rename(path)
-        _sync_directory(path.parent)
     except OSError as error:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
         raise DataError(f"{path}: cannot write prepared data ({error}); nothing was published there") from error
+    try:
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise DataError(f"{path} is published, but the disk does not confirm it ({error}): check the disk") from error
     return meta
 
 
@@ -114,17 +94,13 @@ def require_unpublished(path: Path) -> None:
         raise DataError(f"{path} exists and is not a directory: choose another --output")
 
 
-def load_meta(path: Path) -> Meta:
-    """Read the meta of a complete prepared directory. Raises DataError otherwise."""
-    return _open(path)[0]
-
-
 def load_examples(path: Path, split: Split) -> list[Example]:
     """Read the examples of one split. Raises DataError on anything half-written, damaged or foreign."""
     if split not in SPLITS:
         raise DataError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
-    meta, _ = _open(path)
+    meta, rows = open_prepared(path)
     file = path / EXAMPLES_FILE
+    _check_file(file, rows)
     try:
         table = pq.read_table(file, schema=SCHEMA, filters=[("split", "=", split)], page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
@@ -139,61 +115,7 @@ def load_examples(path: Path, split: Split) -> list[Example]:
     return examples
 
 
-def check_matches(meta: Meta, *, vocab_size: int, mask_token_id: int) -> None:
-    """Raise DataError when prepared data belongs to another target than the one that is about to read it."""
-    if meta.vocab_size != vocab_size:
-        raise DataError(
-            f"the data was prepared for {meta.target!r} with a vocabulary of {meta.vocab_size}, the target has {vocab_size}: "
-            "prepare the data with this target, or train on the other one"
-        )
-    if meta.mask_token_id != mask_token_id:
-        raise DataError(
-            f"the data was prepared with mask token id {meta.mask_token_id}, the run uses {mask_token_id}: "
-            f"pass --target.mask-token-id {meta.mask_token_id}, or prepare the data again"
-        )
-
-
-def _open(path: Path) -> tuple[Meta, dict[str, Any]]:
-    if not path.is_dir():
-        raise DataError(f"{path} is not a directory of prepared data: run `python -m dflash prepare` and pass its --output")
-    marker_file, meta_file, file = path / MARKER_FILE, path / META_FILE, path / EXAMPLES_FILE
-    if not marker_file.is_file():
-        raise DataError(f"{path} has no {MARKER_FILE} marker: it is half-written or no prepared data; prepare the data again")
-    marker = _read_json(marker_file)
-    for name in (meta_file, file):
-        if not name.is_file():
-            raise DataError(f"{name} is missing: prepare the data again")
-    if hashlib.sha256(meta_file.read_bytes()).hexdigest() != marker.get("meta_sha256"):
-        raise DataError(f"{meta_file} was changed after it was written: prepare the data again")
-    if file.stat().st_size != marker.get("bytes"):
-        raise DataError(f"{file} has {file.stat().st_size} bytes, {marker.get('bytes')} were written: prepare the data again")
-    _check_file(file, int(marker.get("rows", -1)))
-    return _meta_from_json(meta_file, _read_json(meta_file)), marker
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read ({error}): prepare the data again") from error
-    if not isinstance(values, dict):
-        raise DataError(f"{file} holds no JSON object: prepare the data again")
-    return values
-
-
-def _meta_from_json(file: Path, values: dict[str, Any]) -> Meta:
-    version = values.get("format_version")
-    if version != FORMAT_VERSION:
-        raise DataError(f"{file} has format version {version}, this program reads {FORMAT_VERSION}: prepare the data again")
-    known = {f.name for f in dataclasses.fields(Meta)}
-    try:
-        meta = Meta(**{key: value for key, value in values.items() if key in known})
-    except TypeError as error:
-        raise DataError(f"{file} lacks a field ({error}): prepare the data again") from error
-    return dataclasses.replace(meta, eos_token_ids=tuple(meta.eos_token_ids))
-
-
-def _check_file(file: Path, rows: int) -> None:
+def _check_file(file: Path, rows: object) -> None:
     try:
         info = pq.read_metadata(file)
     except (OSError, pa.ArrowException) as error:

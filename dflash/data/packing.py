@@ -28,7 +28,7 @@ import torch
 from dflash.batch import Example, PackedBatch, Position
 from dflash.config import DataConfig
 from dflash.data.anchors import PlacedDocument, draw_anchors, eligible_anchors
-from dflash.data.examples import DataError
+from dflash.data.meta import DataError
 
 PADDING_DOCUMENT = -1
 
@@ -55,7 +55,7 @@ class PackedStream:
         lengths = [len(example.ids) for example in self._examples]
         self._lengths = np.array(lengths, dtype=np.int64)
         self._plan = _plan_rows(lengths, config.sequence_length, config.packing)
-        self._cached_order: _EpochOrder | None = None
+        self._recent_orders: tuple[_EpochOrder, ...] = ()
 
     @property
     def num_examples(self) -> int:
@@ -92,8 +92,8 @@ class PackedStream:
         return self._fill(rows, index, position)
 
     def _order(self, epoch: int) -> _EpochOrder:
-        order = self._cached_order
-        if order is None or order.epoch != epoch:
+        order = next((order for order in self._recent_orders if order.epoch == epoch), None)
+        if order is None:
             keys = _epoch_keys(self._hashes, self.seed, epoch)
             row_hashes = np.arange(self.num_rows, dtype=np.uint64)
             order = _EpochOrder(
@@ -101,7 +101,9 @@ class PackedStream:
                 example_of_place=np.lexsort((keys, -self._lengths)),
                 rows=np.argsort(_epoch_keys(row_hashes, self.seed, epoch), kind="stable"),
             )
-            self._cached_order = order
+            # Two epochs, because workers that are a batch apart cross the end of an epoch one after the other. The tuple is
+            # replaced, never edited: threads that race compute the same order twice, and that is all.
+            self._recent_orders = (order, *self._recent_orders[:1])
         return order
 
     def _fill(self, rows: list[list[Example]], index: int, position: Position) -> PackedBatch:

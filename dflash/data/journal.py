@@ -1,0 +1,136 @@
+"""Answers are kept as they come: a `prepare` that is killed after hours goes on where it stopped.
+
+Answers stand in `.NAME.answers/` beside the output NAME until that is published. A line counts only when it is whole and
+matches its question, and the journal is used again only under the same fingerprint of everything that decides an answer
+(target, template, decoding). Answers do not depend on their batch, so going on gives what one go would have given.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dflash.data.generate import Question
+from dflash.data.meta import DataError
+
+ANSWERS_FILE, FINGERPRINT_FILE = "answers.jsonl", "fingerprint.json"
+
+
+class AnswerJournal:
+    """The answers of an unfinished `prepare`; a context manager, held by one process at a time.
+
+    `found` are the answers of an earlier go, by sample id. Raises DataError when another process holds the journal, when
+    it belongs to other settings, or when the disk refuses.
+    """
+
+    def __init__(self, output: Path, fingerprint: Mapping[str, Any]) -> None:
+        self.directory = output.with_name(f".{output.name}.answers")
+        self.found: dict[str, list[int]] = {}
+        self._fingerprint = json.loads(json.dumps(fingerprint))
+        self._digests: dict[str, str] = {}
+        self._file: io.FileIO | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._file = (self.directory / ANSWERS_FILE).open("a+b", buffering=0)
+            self._lock()
+            self._check_fingerprint()
+            self._read()
+        except OSError as error:
+            self._close()
+            raise DataError(f"{self.directory}: cannot keep answers there ({error})") from error
+        except DataError:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._close()
+
+    def take(self, question: Question) -> list[int] | None:
+        """The answer of an earlier go to exactly this question."""
+        if self._digests.get(question.sample_id) != _digest(question):
+            return None
+        return self.found[question.sample_id]
+
+    def append(self, questions: Sequence[Question], answers: Sequence[Sequence[int]]) -> None:
+        """Keep the answers of one batch; they are on the disk when this returns."""
+        assert self._file is not None
+        lines = [
+            json.dumps({"sample_id": question.sample_id, "question": _digest(question), "answer": list(answer)}) + "\n"
+            for question, answer in zip(questions, answers, strict=True)
+        ]
+        try:
+            rest = memoryview("".join(lines).encode())
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise DataError(
+                f"{self._file.name}: cannot keep answers ({error}); make room and run the same command again, it goes on there"
+            ) from error
+
+    def remove(self) -> None:
+        """Delete the journal; its answers are published."""
+        shutil.rmtree(self.directory)
+
+    def _lock(self) -> None:
+        assert self._file is not None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"{self.directory} is in use by another process: wait for it, or choose another --output") from error
+
+    def _check_fingerprint(self) -> None:
+        file = self.directory / FINGERPRINT_FILE
+        if not file.exists() or self._size() == 0:
+            file.write_text(json.dumps(self._fingerprint, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            return
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            before = {}
+        different = sorted(k for k in before.keys() | self._fingerprint.keys() if before.get(k) != self._fingerprint.get(k))
+        if different:
+            raise DataError(
+                f"{self.directory} holds answers that were made with another {', '.join(different)}: "
+                "use the same settings to go on, or remove the directory to begin again"
+            )
+
+    def _size(self) -> int:
+        assert self._file is not None
+        return os.fstat(self._file.fileno()).st_size
+
+    def _read(self) -> None:
+        """Read whole lines; cut off what a crash left of a last one."""
+        assert self._file is not None
+        whole = 0
+        for line in (self.directory / ANSWERS_FILE).read_bytes().splitlines(keepends=True):
+            try:
+                record = json.loads(line) if line.endswith(b"\n") else None
+                if record is None:
+                    break
+                self.found[record["sample_id"]] = [int(token) for token in record["answer"]]
+                self._digests[record["sample_id"]] = record["question"]
+            except (ValueError, KeyError, TypeError):
+                break
+            whole += len(line)
+        self._file.truncate(whole)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _digest(question: Question) -> str:
+    return hashlib.sha256(json.dumps([int(token) for token in question.ids]).encode()).hexdigest()[:16]
