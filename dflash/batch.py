@@ -55,7 +55,7 @@ class PackedBatch:
         """Slots of the batch that hold no document token."""
         return self.input_ids.numel() - self.num_tokens
 
-    def to(self, device: torch.device) -> Self:
+    def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device` (copies do not block the host)."""
         return _tensors_to(self, device)
 
@@ -74,7 +74,7 @@ class TargetStates:
         tensors = [self.features] if self.final_hidden is None else [self.features, self.final_hidden]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def to(self, device: torch.device) -> Self:
+    def to(self, device: torch.device) -> TargetStates:
         """The same states on `device`."""
         moved = _tensors_to(self, device)
         return dataclasses.replace(moved, batch=self.batch.to(device))

@@ -154,7 +154,7 @@ class CompilePolicy:
 
         return backend
 
-    def _on_compile(self, code: CodeType, _new_code: CodeType) -> None:
+    def _on_compile(self, code: CodeType, new_code: CodeType) -> None:  # noqa: ARG002 - Dynamo's hook signature
         with self._lock:
             if not self._frozen:
                 self._compiles_in_warmup += 1

@@ -262,14 +262,15 @@ def run_config_from_dict(values: dict[str, Any]) -> RunConfig:
     """Read back what `to_dict` wrote. Raises ConfigError on an unknown key."""
     nested = {f.name: f.default_factory for f in dataclasses.fields(RunConfig) if f.default_factory is not dataclasses.MISSING}
     arguments = {key: _build(nested[key], value, prefix=f"{key}.") if key in nested else value for key, value in values.items()}
-    return _build(RunConfig, arguments, prefix="")
+    config: RunConfig = _build(RunConfig, arguments, prefix="")
+    return config
 
 
 def _build(kind: Any, values: dict[str, Any], *, prefix: str) -> Any:
     known = {f.name: f for f in dataclasses.fields(kind)}
     unknown = sorted(set(values) - set(known))
     _require(not unknown, f"unknown key {prefix}{unknown[0] if unknown else ''}: known are {', '.join(known)}")
-    converted = {}
+    converted: dict[str, Any] = {}
     for key, value in values.items():
         if str(known[key].type) == "Path":
             converted[key] = Path(value)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.cuda import comm
 
 from dflash.batch import LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
@@ -194,7 +195,7 @@ def sum_gradients(parts: list[Contribution], out: Tensor) -> None:
     """Write the sum of all contributions to `out` (flat fp32), in the order of their micro-batches."""
     tensors = [part.gradients for part in parts]
     if out.device.type == "cuda" and len(tensors) > 1:
-        out.copy_(torch.cuda.comm.reduce_add(tensors, destination=out.device.index))
+        out.copy_(comm.reduce_add(tensors, destination=out.device.index))  # type: ignore[no-untyped-call]  # torch
         return
     total = tensors[0]
     for tensor in tensors[1:]:

@@ -1,4 +1,5 @@
 import copy
+import itertools
 import math
 
 import pytest
@@ -76,7 +77,7 @@ def test_the_learning_rate_rises_peaks_and_ends_where_it_is_told(schedule: str) 
     rates = [learning_rate(config, step) for step in range(101)]
     assert rates[:10] == pytest.approx([(k + 1) / 10 for k in range(10)])
     assert max(rates) == pytest.approx(1.0)
-    assert all(a >= b - 1e-12 for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(rates[10:]))
     assert rates[100] == pytest.approx(0.1)
 
 

@@ -134,7 +134,7 @@ def test_a_thread_that_does_not_come_back_is_named() -> None:
     release, entered = threading.Event(), threading.Event()
 
     class Stuck(Drafter):
-        def accumulate(self, item: TargetStates) -> None:
+        def accumulate(self, item: TargetStates) -> None:  # noqa: ARG002 - the worker protocol
             entered.set()
             release.wait(timeout=60)
 

@@ -186,5 +186,5 @@ def _on_device(device: torch.device) -> Iterator[None]:
         yield
         return
     torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]  # torch does not annotate it
         yield
