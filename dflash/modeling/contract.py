@@ -53,6 +53,7 @@ def write_export(directory: Path, weights: Mapping[str, Tensor], shape: DrafterS
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         (aside / "config.json").write_text(json.dumps(shape.to_zlab_config(), indent=2) + "\n", encoding="utf-8")
         (aside / "README.md").write_text(_model_card(shape, target_name, tensors), encoding="utf-8")
+        (aside / "model.safetensors").chmod((aside / "config.json").stat().st_mode)  # safetensors makes it private
         problems = check_export(aside)
         if problems:
             raise ContractError("the export would be misread:\n" + "\n".join(f"- {problem}" for problem in problems))

@@ -105,5 +105,6 @@ def _frequencies(parameters: dict[str, Any], head_dim: int, max_position_embeddi
         max_position_embeddings=max_position_embeddings,
         rope_parameters={key: value for key, value in parameters.items() if key != "partial_rotary_factor"},
     )
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    with torch.device("cpu"):  # also when the drafter is being built on the meta device
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return frequencies.float(), float(scale)
