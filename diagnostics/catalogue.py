@@ -1,0 +1,115 @@
+"""The failures of threads that trace and compile in one process: how each is recognised, why it happens, what to do.
+
+The ids are those of diagnostics/README.md. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SERIAL = (
+    "Let one thread do every first compile, forward and backward, before the others start, and let nothing recompile later; "
+    "or give each device its own process. A lock of your own helps only if every trace and every compiled call takes it."
+)
+_NOT_A_CURE = (
+    "Setting error_on_nested_fx_trace to False, or patching the check away, turns the error into code that runs uncompiled, "
+    "silently."
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One kind of failure."""
+
+    title: str
+    why: str
+    what_to_do: str
+
+
+CATALOGUE = {
+    "F1": Failure(
+        "a compiled call met another thread's trace and raised",
+        "Up to torch 2.13 the tracing flag is one for the process: while one thread traces, compiled calls of all threads fail.",
+        f"{_SERIAL} torch 2.14 and later keep this flag per thread. {_NOT_A_CURE}",
+    ),
+    "F1-own": Failure(
+        "a compiled function was called inside a trace of the same thread",
+        "FX does not trace into compiled functions. No other thread is involved.",
+        "Trace the function before it is compiled, or compile the traced result.",
+    ),
+    "F2": Failure(
+        "a compiled call met another thread's trace and ran uncompiled, silently",
+        "error_on_nested_fx_trace is False: what would have raised runs as plain Python, several times slower, unannounced.",
+        f"Set torch._dynamo.config.error_on_nested_fx_trace back to True. {_SERIAL}",
+    ),
+    "F3": Failure(
+        "a module call was taken into another thread's trace",
+        "While one thread traces, nn.Module.__call__ of the whole process leads to its tracer. The caller gets an error, or a "
+        "Proxy instead of a tensor, and the traced graph may have gained nodes of the caller.",
+        f"Discard the traced graph as well. {_SERIAL}",
+    ),
+    "F4": Failure(
+        "a module call passed through another thread's trace unharmed",
+        "While one thread traces, nn.Module.__call__ of the whole process leads to its tracer; this tracer let the call through.",
+        f"It is slower, and one unlucky moment from F3 or F5. {_SERIAL}",
+    ),
+    "F5": Failure(
+        "patches of nn.Module are left behind by traces that ended out of order",
+        "Each trace restores what it found when it began. When two overlap and the first ends first, the second restores the "
+        "first's patch.",
+        "Restart the process; modules compiled from now on may silently stay uncompiled. To go on without a restart, restore "
+        "torch.nn.Module.__call__ and __getattr__ from _orig_module_call and _orig_module_getattr of torch.fx._symbolic_trace, "
+        f"and set CURRENT_PATCHER there to None. {_SERIAL}",
+    ),
+    "F5-overlap": Failure(
+        "two threads traced at the same time",
+        "Each trace patches nn.Module for the whole process and restores what it found: what happens depends on who ends first.",
+        _SERIAL,
+    ),
+    "F6": Failure(
+        "the tracing flag is stuck although nothing traces",
+        "Two traces ended out of order, on a torch whose flag is one for the process: every later compiled call raises or runs "
+        "uncompiled.",
+        f"Restart the process, or set torch.fx._symbolic_trace._is_fx_tracing_flag to False. {_SERIAL}",
+    ),
+    "F7": Failure(
+        "compiled code is bypassed",
+        "A code object keeps a limited number of compiled versions over all threads, devices and shapes (8 unless configured). "
+        "Beyond it runs uncompiled; flex_attention then materialises all attention scores and traces on every call.",
+        "Fix the shapes, mark what varies as dynamic, or raise torch._dynamo.config.recompile_limit (from torch 2.12: in every "
+        "thread, or as an argument of torch.compile). fullgraph=True turns such a fallback into an error.",
+    ),
+    "F12": Failure(
+        "several threads compiled the same function",
+        "First calls that meet at the compile lock do not look at the cache again after waiting; devices have their own guards.",
+        f"Nothing is wrong yet, but time and the recompile limit are spent. {_SERIAL}",
+    ),
+    "F18": Failure(
+        "guards of a compiled function failed as it was compiled",
+        "Another thread changed what the guards look at between making and checking them.",
+        _SERIAL,
+    ),
+    "unclassified": Failure(
+        "an exception that belongs to overlapping traces, of a kind that the catalogue does not tell apart",
+        "Shared state of tracing or of functorch was changed by another thread.",
+        _SERIAL,
+    ),
+}
+
+_MESSAGES = (
+    ("Detected that you are using FX to symbolically trace a dynamo-optimized function", "F1"),
+    ("CURRENT_PATCHER is None", "F5"),
+    ("module is not installed as a submodule", "F3"),
+    ("Found multiple different tracers", "F3"),
+    ("Unexpected recompilation: runtime guards failed", "F18"),
+    ("Guard failed on the same frame it was created", "F18"),
+    ("Expected current_level > 0", "unclassified"),
+    ("hit config.recompile_limit", "F7"),
+    ("Hard failure due to f", "F7"),  # FailOnRecompileLimitHit, from fullgraph=True or fail_on_recompile_limit_hit
+    ("flex_attention called without torch.compile", "F7"),
+)
+
+
+def match(message: str) -> str | None:
+    """The failure that an exception's message belongs to, or None."""
+    return next((failure for part, failure in _MESSAGES if part in message), None)

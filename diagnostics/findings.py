@@ -1,0 +1,136 @@
+"""From observations to findings: the same failure of the same threads is one finding with a count. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from diagnostics.catalogue import CATALOGUE, match
+from diagnostics.records import Finding, Observation, Severity
+
+_ORDER: dict[Severity, int] = {"error": 0, "hazard": 1, "info": 2}
+
+
+def conclude(observations: Iterable[Observation]) -> tuple[Finding, ...]:
+    """What `observations` mean, errors first. What was not observed is no finding; the caller reports it."""
+    observations = tuple(observations)
+    merged: dict[tuple[str, tuple[str, ...]], Finding] = {}
+    for observation in observations:
+        rule = _RULES.get(observation.kind)
+        found = rule(observation) if rule is not None else None
+        if found is not None:
+            _merge(merged, found)
+    for observation in observations:
+        if observation.kind == "exception":
+            found = _exception(observation, tuple(merged.values()))
+            if found is not None:
+                _merge(merged, found)
+    for found in _shared_compiles(observations):
+        _merge(merged, found)
+    errors = [finding for finding in merged.values() if finding.severity == "error"]
+    kept = [finding for finding in merged.values() if not _explained(finding, errors)]
+    return tuple(sorted(kept, key=lambda finding: (_ORDER[finding.severity], finding.id)))
+
+
+def _merge(merged: dict[tuple[str, tuple[str, ...]], Finding], found: Finding) -> None:
+    key = (found.id, found.who)
+    known = merged.get(key)
+    merged[key] = found if known is None else dataclasses.replace(known, count=known.count + found.count)
+
+
+def _explained(finding: Finding, errors: list[Finding]) -> bool:
+    """An overlap that did harm is told by its harm."""
+    return finding.id == "F5-overlap" and any(error.id in {"F5", "F6"} and set(finding.who) <= set(error.who) for error in errors)
+
+
+def _finding(failure: str, severity: Severity, detail: str, observation: Observation) -> Finding:
+    known = CATALOGUE[failure]
+    return Finding(
+        id=failure,
+        severity=severity,
+        what=f"{known.title}: {detail}" if detail else known.title,
+        who=observation.threads,
+        where=observation.where,
+        why=known.why,
+        what_to_do=known.what_to_do,
+        count=observation.count,
+    )
+
+
+def _overlap(seen: Observation) -> Finding:
+    first, second = seen.threads
+    where = " <- ".join(reversed(seen.fields.get("where_first", [])[-2:]))
+    return _finding(
+        "F5-overlap", "hazard", f"{second} began while {first} traced at {where or 'a place outside the program'}", seen
+    )
+
+
+def _foreign_call(seen: Observation) -> Finding | None:
+    owner, victim = seen.threads
+    outcome = seen.fields["outcome"]
+    detail = f"{victim} called {seen.name} while {owner} traced with {seen.fields['tracer']}"
+    if outcome == "proxy":
+        return _finding("F3", "error", f"{detail} and got a Proxy", seen)
+    if outcome == "passed":
+        return _finding("F4", "hazard", detail, seen)
+    failure = match(outcome)
+    if failure == "F1":  # the probe of the flag has seen it, too
+        return None
+    return _finding(failure or "F4", "error" if failure else "hazard", f"{detail}; it raised {outcome}", seen)
+
+
+def _foreign_flag(seen: Observation) -> Finding:
+    owner, victim = seen.threads
+    effect = seen.fields["effect"]
+    severity: Severity = "info" if effect == "compiled" else "error"
+    if owner == victim:
+        return _finding("F1-own", severity, f"in {victim}; the call {effect}", dataclasses.replace(seen, threads=(victim,)))
+    if owner == "none in progress":
+        return _finding("F6", "error", f"a compiled call in {victim} {effect}", dataclasses.replace(seen, threads=(victim,)))
+    where = " <- ".join(reversed(seen.fields["where_first"][-2:]))
+    detail = f"{victim} called while {owner} traced with {seen.fields['tracer']} at {where or 'a place outside the program'}"
+    return _finding("F2" if effect == "runs uncompiled" else "F1", severity, detail, seen)
+
+
+def _leak(seen: Observation) -> Finding:
+    return _finding("F6" if "(F6)" in seen.name else "F5", "error", seen.name.partition(". ")[0], seen)
+
+
+def _fallback(seen: Observation) -> Finding:
+    return _finding("F7", "error" if seen.where else "hazard", seen.name, seen)
+
+
+def _exception(seen: Observation, findings: tuple[Finding, ...]) -> Finding | None:
+    """An exception of the catalogue that no probe has explained already."""
+    message = str(seen.fields.get("message", ""))
+    failure = match(message)
+    if failure is None:
+        return None
+    explanations = {"F1", "F1-own", "F6"} if failure == "F1" else {failure}
+    if any(known.id in explanations and known.severity == "error" and set(seen.threads) <= set(known.who) for known in findings):
+        return None
+    return _finding(failure, "error", f"{seen.name} {seen.fields.get('seen')}: {message.splitlines()[0]}", seen)
+
+
+def _shared_compiles(observations: tuple[Observation, ...]) -> list[Finding]:
+    functions: dict[tuple[str, tuple[str, ...]], list[Observation]] = {}
+    for seen in observations:
+        if seen.kind == "compile" and seen.fields.get("outcome") == "compiled":
+            functions.setdefault((seen.name, seen.where), []).append(seen)
+    found = []
+    for (name, _), compiles in functions.items():
+        threads = tuple(sorted({thread for seen in compiles for thread in seen.threads}))
+        total = sum(seen.count for seen in compiles)
+        if len(threads) > 1:
+            merged = dataclasses.replace(compiles[0], threads=threads, count=total)
+            found.append(_finding("F12", "info", f"{name}, {total} times", merged))
+    return found
+
+
+_RULES: dict[str, Callable[[Observation], Finding | None]] = {
+    "overlap": _overlap,
+    "foreign_call": _foreign_call,
+    "foreign_flag": _foreign_flag,
+    "leak": _leak,
+    "fallback": _fallback,
+}

@@ -1,0 +1,259 @@
+"""The only file that changes torch in order to observe it.
+
+A point is one function. While anyone listens to it, it leads to a list of subscribers around the original; subscribers
+come and go in any order, and when the last one goes everything is the same object as before. (Saving and restoring in
+nested order is what breaks when lifetimes overlap: the failure F5 that these probes look for.) A point is checked when it
+is attached, not when it fires: a function that is missing or has other parameters raises `NotObservable`, and the caller
+reports the run as not observed.
+
+A function of torch gets other code, not another object in its place: `torch.compile` keeps references to the check of the
+tracing flag, and wraps `Tracer.trace` at its first use, so that a replacement would be missed, or wrapped for ever. The
+code carries the file name of the original, by which Dynamo decides what not to look at.
+
+Observation must not change what is observed. A subscriber that raises is dropped and reported, never the program's
+problem; Dynamo is switched off while subscribers run. What remains visible: two more frames in stack traces, and a few
+microseconds a call.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.eval_frame import skip_code
+
+Finish = Callable[[Any, BaseException | None], None]  # called with the result, or None and the exception
+Subscriber = Callable[[tuple[Any, ...], dict[str, Any]], Finish | None]  # called before the original, with its arguments
+Report = Callable[[str], None]
+_Entry = tuple[Subscriber, Report]
+_ABSENT = object()
+
+
+class NotObservable(RuntimeError):
+    """This torch does not have what a probe attaches to."""
+
+
+class Point(abc.ABC):
+    """A function that calls subscribers while there are any."""
+
+    def __init__(self, module: str, name: str) -> None:
+        """`name` may be dotted."""
+        self.module, self.name = module, name
+        self._lock = threading.Lock()
+        self._subscribers: tuple[_Entry, ...] = ()
+        self._original: Callable[..., Any] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    @contextlib.contextmanager
+    def subscribed(self, subscriber: Subscriber, report: Report) -> Iterator[None]:
+        """Call `subscriber` around every call inside the block; `report` gets sentences about what went unobserved.
+
+        Raises NotObservable when the function is missing or has other parameters.
+        """
+        entry = (subscriber, report)
+        with self._lock:
+            if not self._subscribers:
+                self._install()
+            self._subscribers = (*self._subscribers, entry)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._subscribers = tuple(kept for kept in self._subscribers if kept is not entry)
+                if not self._in_place():
+                    report(f"the program replaced {self} while it was observed: later calls were not observed")
+                elif not self._subscribers:
+                    self._remove()
+
+    def call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """The original, with the subscribers around it."""
+        assert self._original is not None
+        return call_observed(self._original, self._subscribers, arguments, keywords)
+
+    @abc.abstractmethod
+    def _install(self) -> None:
+        """Lead calls to `call`, and set `_original`, which stays: somebody may have kept what is installed."""
+
+    @abc.abstractmethod
+    def _in_place(self) -> bool:
+        """What was installed is still there."""
+
+    @abc.abstractmethod
+    def _remove(self) -> None:
+        """Undo `_install`."""
+
+    def _owner(self) -> tuple[Any, str]:
+        try:
+            owner: Any = importlib.import_module(self.module)
+        except ImportError as error:
+            raise NotObservable(f"this torch has no module {self.module}: what it does is not observed") from error
+        *path, attribute = self.name.split(".")
+        for part in path:
+            owner = getattr(owner, part, None)
+        if not callable(getattr(owner, attribute, None)):
+            raise NotObservable(f"this torch has no {self}: what it does is not observed")
+        return owner, attribute
+
+
+class Function(Point):
+    """A function written in Python, whoever holds it and whatever wraps it."""
+
+    def __init__(self, module: str, name: str, parameters: tuple[str, ...], *, only: bool = False) -> None:
+        """`parameters` are the first ones that the function must have; with `only` it has no others."""
+        super().__init__(module, name)
+        self._parameters, self._only = parameters, only
+        self._function: types.FunctionType | None = None
+        self._original_code: types.CodeType | None = None
+        self._code: types.CodeType | None = None
+
+    def _install(self) -> None:
+        owner, attribute = self._owner()
+        function = inspect.unwrap(getattr(owner, attribute))
+        if not isinstance(function, types.FunctionType) or function.__code__.co_freevars:
+            raise NotObservable(f"{self} is not a plain function on this torch: it is not observed")
+        found = tuple(inspect.signature(function).parameters)
+        if found[: len(self._parameters)] != self._parameters or (self._only and len(found) != len(self._parameters)):
+            expected = ", ".join(self._parameters)
+            raise NotObservable(f"{self} takes ({', '.join(found)}) on this torch, expected ({expected}): it is not observed")
+        original = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+        original.__kwdefaults__ = function.__kwdefaults__
+        self._original, self._function, self._original_code = original, function, function.__code__
+        self._code = _code_that_calls(self, function.__code__)
+        function.__code__ = self._code
+
+    def _in_place(self) -> bool:
+        return self._function is not None and self._function.__code__ is self._code
+
+    def _remove(self) -> None:
+        assert self._function is not None
+        assert self._original_code is not None
+        self._function.__code__ = self._original_code
+
+
+class Hook(Point):
+    """A function that Python looks up by name each time it needs it."""
+
+    _installed: Callable[..., Any] | None = None
+
+    def _install(self) -> None:
+        owner, attribute = self._owner()
+        self._original = getattr(owner, attribute)
+        original = self._original
+
+        def hook(*arguments: Any, **keywords: Any) -> Any:
+            # A program that replaces the hook may keep this one and call it after the probes came off.
+            return call_observed(original, self._subscribers, arguments, keywords)
+
+        self._installed = hook
+        setattr(owner, attribute, hook)
+
+    def _in_place(self) -> bool:
+        owner, attribute = self._owner()
+        return getattr(owner, attribute) is self._installed
+
+    def _remove(self) -> None:
+        owner, attribute = self._owner()
+        setattr(owner, attribute, self._original)
+
+
+@contextlib.contextmanager
+def instance_observed(instance: Any, method: str, subscriber: Subscriber, report: Report) -> Iterator[None]:
+    """Call `subscriber` around every call of one object's method inside the block; the class stays as it is."""
+    original = getattr(instance, method)
+    subscribers = ((subscriber, report),)
+
+    def observed(*arguments: Any, **keywords: Any) -> Any:
+        return call_observed(original, subscribers, arguments, keywords)
+
+    skip_code(observed.__code__)
+    previous = vars(instance).get(method, _ABSENT)
+    setattr(instance, method, observed)
+    try:
+        yield
+    finally:
+        if vars(instance).get(method) is not observed:
+            report(f"{type(instance).__name__}.{method} of one object was replaced while it was observed")
+        elif previous is _ABSENT:
+            delattr(instance, method)
+        else:
+            setattr(instance, method, previous)
+
+
+def call_observed(
+    original: Callable[..., Any], subscribers: tuple[_Entry, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    """Call `original` with `subscribers` around it."""
+    # A graph break inside compiled code leaves Dynamo watching every frame below it: ours are none of its business.
+    dynamo = set_eval_frame(None)
+    try:
+        finishes = _begin(subscribers, arguments, keywords)
+    finally:
+        set_eval_frame(dynamo)
+    result, raised = None, None
+    try:
+        result = original(*arguments, **keywords)
+    except BaseException as error:
+        raised = error
+        raise
+    finally:
+        dynamo = set_eval_frame(None)
+        try:
+            _end(finishes, result, raised)
+        finally:
+            set_eval_frame(dynamo)
+            raised = None  # no cycle of the exception and this frame
+    return result
+
+
+def _begin(subscribers: tuple[_Entry, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[tuple[Finish, Report]]:
+    finishes = []
+    for subscriber, report in subscribers:
+        try:
+            finish = subscriber(arguments, keywords)
+        except Exception as error:  # noqa: BLE001 - a probe's defect must not become the program's
+            report(f"a probe failed at the start of a call: {type(error).__name__}: {error}")
+        else:
+            if finish is not None:
+                finishes.append((finish, report))
+    return finishes
+
+
+def _end(finishes: list[tuple[Finish, Report]], result: Any, error: BaseException | None) -> None:
+    for finish, report in reversed(finishes):
+        try:
+            finish(result, error)
+        except Exception as defect:  # noqa: BLE001 - a probe's defect must not become the program's
+            report(f"a probe failed at the end of a call: {type(defect).__name__}: {defect}")
+
+
+def _code_that_calls(point: Function, like: types.CodeType) -> types.CodeType:
+    """Code that runs as torch's function, with torch's globals, and calls `point`. It imports what it needs by itself."""
+    name = next(name for name, value in globals().items() if value is point)
+    source = (
+        f"def call(*arguments, **keywords):\n from {__name__} import {name} as point\n return point.call(arguments, keywords)"
+    )
+    namespace: dict[str, Any] = {}
+    exec(source, namespace)  # noqa: S102 - a template of this file
+    code: types.CodeType = namespace["call"].__code__.replace(
+        co_filename=like.co_filename, co_name=like.co_name, co_qualname=like.co_qualname, co_firstlineno=like.co_firstlineno
+    )
+    skip_code(code)
+    return code
+
+
+TRACE = Function("torch.fx._symbolic_trace", "Tracer.trace", ("self", "root"))
+COMPILE = Function("torch._dynamo.convert_frame", "_compile", ("code",))
+FLAG_CHECK = Function("torch.fx._symbolic_trace", "is_fx_symbolic_tracing", (), only=True)
+THREAD_EXCEPTION = Hook("threading", "excepthook")
+PROGRAM_EXCEPTION = Hook("sys", "excepthook")
+for _code in (Point.call.__code__, call_observed.__code__):
+    skip_code(_code)

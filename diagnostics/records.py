@@ -1,0 +1,121 @@
+"""What the diagnostics write down: an `Observation` is one fact, a `Finding` is what facts mean and what to do.
+
+A program may trace thousands of times from one line, so equal facts are one observation with a count: a `Log` grows with
+the number of places in the program, not with its running time, and has a limit that it reports when it is reached.
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, get_args
+
+Severity = Literal["error", "hazard", "info"]
+Kind = Literal[
+    "trace",  # calls of Tracer.trace; threads = (who traced,)
+    "overlap",  # two traces at one time; threads = (who was tracing, who began to)
+    "foreign_call",  # a module call that went through another thread's trace; threads = (who traced, who called)
+    "foreign_flag",  # a compiled call that met a tracing flag; threads = (who traced, who called)
+    "compile",  # Dynamo compiling one frame; threads = (who compiled,)
+    "leak",  # state left behind at a quiet moment; threads = the last traces that overlapped
+    "fallback",  # compiled code bypassed
+    "exception",  # an exception that nothing in the program handled; threads = (whose,)
+    "not_observed",  # a probe that could not attach or had to give up
+]
+_MAX_PLACES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One fact, or `count` equal ones. `where` are lines of the program, the innermost last."""
+
+    kind: Kind
+    name: str
+    threads: tuple[str, ...]
+    where: tuple[str, ...] = ()
+    time_seconds: float = 0.0  # wall clock of the first one
+    duration_seconds: float = 0.0  # sum over `count`
+    count: int = 1
+    fields: dict[str, Any] = field(default_factory=dict)  # JSON values; equal facts have equal fields
+
+    def to_dict(self) -> dict[str, Any]:
+        """The observation as JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read back what `to_dict` wrote. Raises ValueError on an unknown kind, TypeError on an unknown key."""
+        if values.get("kind") not in get_args(Kind):
+            raise ValueError(f"observation of kind {values.get('kind')!r}: known are {', '.join(get_args(Kind))}")
+        return cls(**{**values, "threads": tuple(values["threads"]), "where": tuple(values.get("where", ()))})
+
+    def key(self) -> str:
+        """What makes two observations equal but for their count and times."""
+        return json.dumps([self.kind, self.name, self.threads, self.where, self.fields], sort_keys=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What observations mean: `id` is that of the failure catalogue (diagnostics/README.md)."""
+
+    id: str
+    severity: Severity
+    what: str
+    who: tuple[str, ...]
+    where: tuple[str, ...]
+    why: str
+    what_to_do: str
+    count: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read back what `to_dict` wrote. Raises ValueError on an unknown severity, TypeError on an unknown key."""
+        if values.get("severity") not in get_args(Severity):
+            raise ValueError(f"finding of severity {values.get('severity')!r}: known are {', '.join(get_args(Severity))}")
+        return cls(**{**values, "who": tuple(values["who"]), "where": tuple(values["where"])})
+
+
+class Log:
+    """Observations from any thread; equal ones are merged."""
+
+    def __init__(self, *, max_places: int = _MAX_PLACES) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[str, Observation] = {}
+        self._max_places = max_places
+        self._dropped = 0
+
+    def add(self, observation: Observation) -> None:
+        """Keep `observation`, or add it to an equal one."""
+        key = observation.key()
+        with self._lock:
+            known = self._entries.get(key)
+            if known is not None:
+                self._entries[key] = dataclasses.replace(
+                    known,
+                    count=known.count + observation.count,
+                    duration_seconds=known.duration_seconds + observation.duration_seconds,
+                )
+            elif len(self._entries) < self._max_places:
+                self._entries[key] = observation
+            else:
+                self._dropped += observation.count
+
+    def not_observed(self, sentence: str) -> None:
+        """Say that something could not be watched: such a run is never called clean."""
+        self.add(Observation(kind="not_observed", name=sentence, threads=()))
+
+    def observations(self) -> tuple[Observation, ...]:
+        """Everything so far, in the order in which each place was first seen."""
+        with self._lock:
+            entries, dropped = tuple(self._entries.values()), self._dropped
+        if not dropped:
+            return entries
+        sentence = f"{dropped} observations from places beyond the first {self._max_places} were dropped"
+        return (*entries, Observation(kind="not_observed", name=sentence, threads=()))
