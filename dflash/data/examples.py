@@ -3,6 +3,8 @@
 A prepared directory (its files: `dflash.data.meta`) is written under another name, flushed to the disk and renamed, so that
 a crash, a full disk or a killed process leaves either the whole directory or none. Reading checks the marker, the size, the
 schema, the checksums, the row counts and the values, and refuses with `DataError` whatever it cannot vouch for.
+
+Known limit: a process killed while it writes leaves `.NAME.*.partial` beside NAME, which nobody reads and anybody may delete.
 """
 
 from __future__ import annotations
