@@ -30,6 +30,16 @@ ContextPairs = tuple[tuple[Tensor, Tensor], ...]  # of each layer: keys (normed,
 INITIAL_DEVIATION = 0.02
 
 
+class Matrix(nn.Linear):
+    """A linear map without bias, and without values until the drafter draws them: torch would take them from global state."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Leave the weight as it was allocated."""
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32 and returned in the input's dtype."""
 
@@ -52,10 +62,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        self.q_proj = Matrix(shape.hidden_size, queries)
+        self.k_proj = Matrix(shape.hidden_size, keys)
+        self.v_proj = Matrix(shape.hidden_size, keys)
+        self.o_proj = Matrix(queries, shape.hidden_size)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
@@ -73,7 +83,7 @@ class Attention(nn.Module):
         return attended
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -81,9 +91,9 @@ class MLP(nn.Module):
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = Matrix(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = Matrix(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = Matrix(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [R, Q, H] to [R, Q, H]."""
@@ -114,7 +124,7 @@ class Drafter(nn.Module):
     def __init__(self, shape: DrafterShape, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.shape = shape
-        self.fc = nn.Linear(shape.num_features * shape.hidden_size, shape.hidden_size, bias=False)
+        self.fc = Matrix(shape.num_features * shape.hidden_size, shape.hidden_size)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)

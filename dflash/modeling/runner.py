@@ -21,7 +21,7 @@ from dflash.modeling.anatomy import text_config, text_decoder
 from dflash.modeling.shape import check_layer_ids
 
 _LAYERS_WITHOUT_STATE = frozenset({"full_attention", "sliding_attention"})
-# Relative change of the second document's states that counts as a leak; the noise of other kernel choices is below.
+# Mean relative change of a token's last state that counts as a leak; rounding in bf16 stays below.
 _LEAK = 0.1
 
 
@@ -108,5 +108,5 @@ def _leaks(decoder: Any) -> bool:
     positions = torch.arange(length, device=ids.device).repeat(2, 2)
     packed = decoder(input_ids=rows, position_ids=positions, use_cache=False).last_hidden_state[:, length:].float()
     alone = decoder(input_ids=ids[1:2], position_ids=positions[:1, :length], use_cache=False).last_hidden_state.float()
-    deviation = (packed - alone).abs().amax() / alone.abs().amax().clamp_min(1e-30)
+    deviation = ((packed - alone).norm(dim=-1) / alone.norm(dim=-1).clamp_min(1e-30)).mean()
     return not deviation.item() <= _LEAK

@@ -13,6 +13,16 @@ _NEEDED_KEYS = (
     "rms_norm_eps", "num_target_layers", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+
 
 def target_layer_ids(num_layers: int, num_features: int) -> tuple[int, ...]:
     """The default choice of K = num_features layers of a target with T = num_layers, 0-based and ascending.
@@ -78,6 +88,9 @@ class DrafterShape:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: expected at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"{self.num_attention_heads} attention heads do not divide by {self.num_key_value_heads} key/value heads: "
@@ -187,6 +200,11 @@ class DrafterShape:
         if missing:
             raise ConfigError(f"the drafter's config.json lacks {', '.join(missing)}: expected z-lab's DFlash format")
         ids = tuple(inner["target_layer_ids"])
+        strange = [key for key in _NEEDED_KEYS if not isinstance(values[key], int | float)]
+        if strange or not all(isinstance(number, int) for number in (*ids, inner["mask_token_id"])):
+            raise ConfigError(
+                f"the drafter's config.json holds something else than numbers in {', '.join(strange) or 'dflash_config'}"
+            )
         return cls(
             hidden_size=values["hidden_size"],
             intermediate_size=values["intermediate_size"],
