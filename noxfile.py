@@ -1,0 +1,78 @@
+"""The front door: `nox -s demo`, `nox -s tests`, `nox -s lint types`, `nox -s stress`, `nox -s regression`, `nox -s nightly`.
+
+All sessions share one environment (the session `environment`), because each copy holds its own torch. What follows `--` goes
+to the command of the session: `nox -s tests -- tests/test_masks.py`. `nox --no-venv` uses the packages of the Python that
+runs nox, for machines whose torch was installed by somebody else.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nox
+from nox.virtualenv import PassthroughEnv
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "tests"]
+
+_python = sys.executable  # of the environment; set by the session `environment`, which all others require
+
+
+@nox.session(default=False)
+def environment(session: nox.Session) -> None:
+    """Install the project, pinned by constraints.txt."""
+    global _python
+    if isinstance(session.virtualenv, PassthroughEnv):
+        session.log(f"no environment of our own: using the packages of {_python}")
+        return
+    session.install("-c", "constraints.txt", "-e", ".[test,lint]")
+    _python = str(Path(session.virtualenv.bin) / "python")
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def demo(session: nox.Session) -> None:
+    """Train a drafter on two CPU cores and speculate with it, end to end."""
+    _run(session, "-m", "fixtures.demo", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def tests(session: nox.Session) -> None:
+    """Prove the laws."""
+    _run(session, "-m", "pytest", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def lint(session: nox.Session) -> None:
+    """Check style and format."""
+    _run(session, "-m", "ruff", "check", ".")
+    _run(session, "-m", "ruff", "format", "--check", ".")
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def types(session: nox.Session) -> None:
+    """Check types."""
+    _run(session, "-m", "mypy")
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def stress(session: nox.Session) -> None:
+    """Calls from many threads after a warm-up in one: must be clean. Beside it, what this torch does unprotected."""
+    _run(session, "-m", "diagnostics.stress", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def regression(session: nox.Session) -> None:
+    """Train in a fresh process and fail on FX errors, recompiles and fallbacks; `-- --gpus N` for GPUs."""
+    _run(session, "-m", "pytest", "regression/", "--gpus", "0", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def nightly(session: nox.Session) -> None:
+    """Measure once and append to the history: `-- --output DIR [--gpus N]`."""
+    _run(session, "-m", "regression.nightly", *session.posargs)
+
+
+def _run(session: nox.Session, *command: str) -> None:
+    session.run(_python, *command, external=True)
