@@ -1,0 +1,91 @@
+"""Run a command in a fresh process and read its last line of standard output as JSON. Imports no torch.
+
+The child gets its own process group, so that a run that hangs is ended with everything it started: asked first, then killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_GRACE_SECONDS = 20.0
+_TAIL_LINES = 25
+
+
+class ChildFailed(RuntimeError):
+    """The command left no result; the message holds the end of its standard error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildResult:
+    """What a command left behind."""
+
+    returncode: int
+    result: dict[str, Any]  # its last line of standard output
+    seconds: float
+    stderr_tail: str
+
+
+def run_json(command: Sequence[str], *, log: Path, timeout_seconds: float, cwd: Path | None = None) -> ChildResult:
+    """Run `command`; its standard error goes to the file `log`. A failing exit code with a result is a result.
+
+    Raises ChildFailed when it runs longer than `timeout_seconds`, or ends without a JSON object on its last line.
+    """
+    started = time.monotonic()
+    with log.open("wb") as errors:
+        child = subprocess.Popen(  # noqa: S603 - the command is this project's own
+            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, cwd=cwd, start_new_session=True
+        )
+        try:
+            output, _ = child.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired as error:
+            how = _end(child)
+            raise ChildFailed(_message(command, f"did not end within {timeout_seconds:.0f} s and was {how}", log)) from error
+        except BaseException:
+            _end(child)
+            raise
+    result = _last_object(output.decode(errors="replace"))
+    if result is None:
+        raise ChildFailed(_message(command, f"ended with exit code {child.returncode} and no JSON on its last line", log))
+    return ChildResult(
+        returncode=child.returncode, result=result, seconds=time.monotonic() - started, stderr_tail=_tail(log.read_bytes())
+    )
+
+
+def _end(child: subprocess.Popen[bytes]) -> str:
+    """Ask, wait, kill; says which it took."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+    try:
+        child.communicate(timeout=_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        return f"killed, because it did not end within {_GRACE_SECONDS:.0f} s of being asked to"
+    return "ended by SIGTERM"
+
+
+def _last_object(output: str) -> dict[str, Any] | None:
+    lines = output.strip().splitlines()
+    try:
+        value = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _message(command: Sequence[str], what: str, log: Path) -> str:
+    return f"{' '.join(command)}\n{what}. The end of its standard error (all of it: {log}):\n{_tail(log.read_bytes())}"
+
+
+def _tail(errors: bytes) -> str:
+    return "\n".join(errors.decode(errors="replace").splitlines()[-_TAIL_LINES:])
