@@ -1,0 +1,426 @@
+"""Laws of the probes: what they find in child processes, and that they leave torch and the program as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.convert_frame
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dflash.fx import seams
+from diagnostics import patch
+from diagnostics.findings import conclude
+from diagnostics.fxprobe import exit_code
+from diagnostics.observe import PROBES, observed
+from diagnostics.records import Finding, Log, Observation
+
+ROOT = Path(__file__).parent.parent
+FLAG_IS_SHARED = seams.tracing_state().flag_scope == "process"
+
+
+# Imports torch and the probes once, then forks a copy for each request: a start takes milliseconds instead of seconds.
+SERVER = """
+import json, os, sys
+from diagnostics import fxprobe
+for line in sys.stdin:
+    request = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for descriptor, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+        sys.exit(fxprobe.main(request["arguments"]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Probe:
+    """`python -m diagnostics.fxprobe` in a copy of a process that has imported everything."""
+
+    def __init__(self, server: subprocess.Popen[str], directory: Path) -> None:
+        self._server, self.directory = server, directory
+
+    def __call__(self, *command: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        report = self.directory / "report.json"
+        files = {name: str(self.directory / name) for name in ("stdout", "stderr")}
+        arguments = ["--json", str(report), *options, "--", *command]
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps({"arguments": arguments, **files}) + "\n")
+        self._server.stdin.flush()
+        code = int(self._server.stdout.readline())
+        return subprocess.CompletedProcess(arguments, code, *(Path(file).read_text() for file in files.values()))
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [Finding.from_dict(values) for values in self._report()["findings"]]
+
+    @property
+    def observations(self) -> list[Observation]:
+        return [Observation.from_dict(values) for values in self._report()["observations"]]
+
+    def _report(self) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads((self.directory / "report.json").read_text())
+        return report
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    command = (sys.executable, "-c", SERVER)
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def probe(server: subprocess.Popen[str], tmp_path: Path) -> Probe:
+    return Probe(server, tmp_path)
+
+
+def script(directory: Path, text: str) -> str:
+    path = directory / "program.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "failure", "severity", "code"),
+    [("F3", "F3", "error", 1), ("F3-shared", "F3", "error", 1), ("F4", "F4", "hazard", 3), ("F5", "F5", "error", 1)],
+)
+def test_what_every_torch_does_wrong_is_found_with_its_threads(
+    probe: Probe, scenario: str, failure: str, severity: str, code: int
+) -> None:
+    done = probe("-m", "diagnostics.stress.scenarios", scenario)
+    (finding,) = [finding for finding in probe.findings if finding.id == failure]
+    assert (done.returncode, finding.severity, finding.who) == (code, severity, ("tracing", "innocent"))
+    assert any("scenarios.py" in line for line in finding.where)
+    assert "threads: tracing, innocent" in done.stderr
+
+
+@pytest.mark.parametrize("scenario", ["F1", "F2", "F6"])
+def test_a_shared_flag_is_found_where_torch_shares_it_and_not_elsewhere(probe: Probe, scenario: str) -> None:
+    done = probe("-m", "diagnostics.stress.scenarios", scenario)
+    found = [finding for finding in probe.findings if finding.id == scenario and {"tracing", "innocent"} == set(finding.who)]
+    assert [finding.severity for finding in found] == (["error"] if FLAG_IS_SHARED else [])
+    assert done.returncode == (1 if FLAG_IS_SHARED or scenario == "F6" else 0)  # overlapping traces leak a patch on every torch
+
+
+def test_a_clean_program_has_exit_code_0_and_no_findings(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = (
+        sys.executable,
+        "-m",
+        "diagnostics.fxprobe",
+        "--json",
+        str(report),
+        "--",
+        "-m",
+        "diagnostics.stress.scenarios",
+        "clean",
+    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, json.loads(report.read_text())["findings"]) == (0, []), done.stderr
+    assert "child processes and torchrun workers are not observed" in " ".join(done.stderr.split())
+
+
+def test_the_report_counts_traces_and_compiles_by_thread(probe: Probe) -> None:
+    program = script(
+        probe.directory,
+        """
+        import threading, torch
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        @torch.compile(backend="eager")
+        def f(x):
+            y = x + 1
+            torch._dynamo.graph_break()
+            return y * 2
+
+        def work():
+            f(torch.ones(2))
+            f(torch.ones(2, dtype=torch.int32))
+            for _ in range(3):
+                make_fx(torch.sin)(torch.ones(1))
+
+        thread = threading.Thread(target=work, name="worker")
+        thread.start()
+        thread.join()
+        """,
+    )
+    assert probe(program).returncode == 0
+    compiles = [seen for seen in probe.observations if seen.kind == "compile" and seen.name == "f"]
+    assert sum(seen.count for seen in compiles) == 2
+    assert [seen.fields["recompile"] for seen in compiles] == [False, True]
+    assert all(len(seen.fields["graph_breaks"]) == 1 for seen in compiles)
+    (traces,) = [seen for seen in probe.observations if seen.kind == "trace" and "work" in seen.where[-1]]
+    assert (traces.count, traces.fields) == (3, {"inside_dynamo": False})
+    assert {seen.threads for seen in (*compiles, traces)} == {("worker",)}
+
+
+def test_the_recompile_limit_is_a_fallback(probe: Probe) -> None:
+    program = script(
+        probe.directory,
+        """
+        import torch
+        torch._dynamo.config.recompile_limit = 2
+
+        @torch.compile(backend="eager", dynamic=False)
+        def f(x):
+            return x + 1
+
+        for size in range(2, 6):
+            f(torch.ones(size))
+        """,
+    )
+    assert probe(program).returncode == 1
+    (finding,) = probe.findings
+    assert (finding.id, finding.severity) == ("F7", "error")
+    assert "f reached the recompile limit" in finding.what
+
+
+def test_a_trace_of_a_compiled_function_in_one_thread_is_no_race(probe: Probe) -> None:
+    program = script(
+        probe.directory,
+        """
+        import torch
+        from torch.fx.experimental.proxy_tensor import make_fx
+        f = torch.compile(torch.sin, backend="eager")
+        f(torch.ones(1))
+        try:
+            make_fx(lambda x: f(x))(torch.ones(1))
+        except RuntimeError:
+            pass
+        """,
+    )
+    assert probe(program).returncode == 1
+    assert [(finding.id, finding.who) for finding in probe.findings] == [("F1-own", ("MainThread",))]
+
+
+def test_output_arguments_and_a_failing_exit_code_stay_the_programs(probe: Probe) -> None:
+    done = probe(script(probe.directory, "import sys; print(sys.argv[1:], __name__); sys.exit(7)"), "--json", "x")
+    assert (done.stdout, done.returncode) == ("['--json', 'x'] __main__\n", 7)
+
+
+def test_an_uncaught_exception_prints_the_programs_traceback_only(probe: Probe) -> None:
+    done = probe(script(probe.directory, "def f():\n    raise ValueError('mine')\nf()\n"))
+    shown, message, _ = done.stderr.partition("ValueError: mine")
+    assert (done.returncode, message) == (1, "ValueError: mine")
+    assert "program.py" in shown
+    assert "diagnostics" not in shown
+
+
+def test_threads_and_exit_handlers_of_the_program_are_observed_to_their_end(probe: Probe) -> None:
+    program = script(
+        probe.directory,
+        """
+        import atexit, concurrent.futures, torch
+        from torch.fx.experimental.proxy_tensor import make_fx
+        go = concurrent.futures.Future()
+        pool = concurrent.futures.ThreadPoolExecutor(1, "pool")  # never shut down
+        pool.submit(lambda: (go.result(60), make_fx(torch.sin)(torch.ones(1))))
+        atexit.register(lambda: print("handler"))
+        atexit.register(lambda: make_fx(torch.cos)(torch.ones(1)))
+        go.set_result(None)
+        """,
+    )
+    done = probe(program)
+    assert (done.returncode, done.stdout) == (0, "handler\n")
+    assert sorted(seen.threads[0] for seen in probe.observations if seen.kind == "trace") == ["MainThread", "pool_0"]
+
+
+def test_a_hazard_fails_only_when_asked_to(probe: Probe) -> None:
+    assert probe("-m", "diagnostics.stress.scenarios", "F4", options=("--fail-on", "hazard")).returncode == 1
+
+
+@pytest.mark.parametrize("command", [("nowhere.py",), ("-m", "no_such_module"), ("-m", "regression"), ()])
+def test_a_program_that_cannot_be_found_is_bad_usage(probe: Probe, command: tuple[str, ...]) -> None:
+    assert probe(*command).returncode == 2
+
+
+def patched() -> dict[str, Any]:
+    """Everything that the probes change, by identity."""
+    tracer = inspect.unwrap(torch.fx._symbolic_trace.Tracer.trace)
+    convert, check = torch._dynamo.convert_frame._compile, torch.fx._symbolic_trace.is_fx_symbolic_tracing
+    functions = {"trace": tracer, "compile": convert, "check": check}
+    return {
+        **functions,
+        **{f"{name} code": function.__code__ for name, function in functions.items()},
+        "Tracer": dict(vars(torch.fx.Tracer)),
+        "call": torch.nn.Module.__call__,
+        "getattr": torch.nn.Module.__getattr__,
+        "threads": threading.excepthook,
+        "program": sys.excepthook,
+    }
+
+
+def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return all(before[key] is after[key] or (key == "Tracer" and before[key] == after[key]) for key in before)
+
+
+@pytest.mark.parametrize("order", [order for order in itertools.permutations(range(len(PROBES))) if order[0] != 0][::13])
+def test_torch_is_as_it_was_after_the_probes_came_off_in_any_order(order: tuple[int, ...]) -> None:
+    torch.compile(torch.sin, backend="eager")  # torch wraps Tracer.trace at its first compile
+    before = patched()
+    contexts = [probe(Log()).attached() for probe in PROBES]
+    for context in contexts:
+        context.__enter__()
+    assert not same(before, patched())
+    for position in order:
+        contexts[position].__exit__(None, None, None)
+    assert same(before, patched())
+
+
+def test_a_first_compile_under_the_probes_leaves_nothing_of_them_in_torch(probe: Probe) -> None:
+    program = script(
+        probe.directory,
+        """
+        import inspect, torch
+        from diagnostics import patch
+        before = inspect.unwrap(torch.fx.Tracer.trace)
+        torch.compile(torch.sin, backend="eager")(torch.ones(1))  # torch wraps Tracer.trace at the first compile
+        print(torch.fx.Tracer.trace is not before, inspect.unwrap(torch.fx.Tracer.trace) is before)
+        """,
+    )
+    assert probe(program).stdout == "True True\n"
+    assert not [seen for seen in probe.observations if seen.kind == "not_observed"]
+
+
+def test_every_listener_hears_while_it_listens() -> None:
+    heard: list[str] = []
+
+    def listener(name: str) -> contextlib.AbstractContextManager[None]:
+        return patch.TRACE.subscribed(lambda _arguments, _keywords: heard.append(name), heard.append)
+
+    first, second = listener("first"), listener("second")
+    first.__enter__()
+    second.__enter__()
+    make_fx(torch.sin)(torch.ones(1))
+    first.__exit__(None, None, None)
+    make_fx(torch.sin)(torch.ones(1))
+    second.__exit__(None, None, None)
+    make_fx(torch.sin)(torch.ones(1))
+    assert heard == ["first", "second", "second"]
+
+
+def test_a_probe_that_fails_is_reported_and_not_the_programs_problem() -> None:
+    reports: list[str] = []
+
+    def fails(_arguments: tuple[Any, ...], _keywords: dict[str, Any]) -> None:
+        raise ZeroDivisionError("defect")
+
+    with patch.TRACE.subscribed(fails, reports.append):
+        graph = make_fx(torch.sin)(torch.ones(1))
+    assert any(node.target is torch.ops.aten.sin.default for node in graph.graph.nodes)
+    assert reports == ["a probe failed at the start of a call: ZeroDivisionError: defect"]
+
+
+def test_a_function_replaced_by_the_program_is_reported_and_left_alone() -> None:
+    original = inspect.unwrap(torch.fx.Tracer.trace).__code__
+    reports: list[str] = []
+    try:
+        with patch.TRACE.subscribed(lambda _arguments, _keywords: None, reports.append):
+            theirs = original.replace(co_name="theirs")
+            inspect.unwrap(torch.fx.Tracer.trace).__code__ = theirs
+        assert inspect.unwrap(torch.fx.Tracer.trace).__code__ is theirs
+    finally:
+        inspect.unwrap(torch.fx.Tracer.trace).__code__ = original
+    assert reports == [
+        "the program replaced torch.fx._symbolic_trace.Tracer.trace while it was observed: later calls were not observed"
+    ]
+
+
+def test_an_unknown_torch_is_not_observed_and_never_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    def renamed(frame: object) -> None:
+        del frame
+
+    monkeypatch.setattr(torch._dynamo.convert_frame, "_compile", renamed)
+    with observed() as log:
+        pass
+    (seen,) = log.observations()
+    assert seen.kind == "not_observed"
+    assert "_compile takes (frame) on this torch, expected (code)" in seen.name
+    assert exit_code(log.observations(), conclude(log.observations()), fail_on="error") == 3
+
+
+def test_dynamo_does_not_compile_what_the_probes_do() -> None:
+    @torch.compiler.disable(recursive=False)
+    def uncompiled() -> torch.fx.Graph:
+        return torch.fx.Tracer().trace(torch.nn.Linear(2, 2), None)  # Dynamo watches the frames below
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        uncompiled()
+        return y * 2
+
+    with observed() as log:
+        torch.compile(traced, backend="eager")(torch.ones(2))
+    compiled = [seen.where[0] for seen in log.observations() if seen.kind == "compile"]
+    assert [seen.name for seen in log.observations() if seen.kind == "trace"] == ["Tracer"]
+    assert len(compiled) >= 2
+    assert not [where for where in compiled if "diagnostics" in where]
+
+
+def test_equal_facts_are_one_observation_with_a_count() -> None:
+    log = Log()
+    for seconds in (1.0, 2.0):
+        log.add(Observation(kind="trace", name="Tracer", threads=("a",), time_seconds=seconds, duration_seconds=seconds))
+    log.add(Observation(kind="trace", name="Tracer", threads=("b",)))
+    first, second = log.observations()
+    assert (first.count, first.time_seconds, first.duration_seconds, second.count) == (2, 1.0, 3.0, 1)
+
+
+def test_places_beyond_the_limit_are_counted_and_reported() -> None:
+    log = Log(max_places=1)
+    for name in "abb":
+        log.add(Observation(kind="trace", name=name, threads=()))
+    _, last = log.observations()
+    assert (last.kind, last.name.split()[0]) == ("not_observed", "2")
+
+
+def test_records_survive_json() -> None:
+    observation = Observation(
+        kind="overlap", name="x", threads=("a", "b"), where=("f:1",), count=3, fields={"where_first": ["g:2"]}
+    )
+    finding = Finding(id="F5", severity="hazard", what="w", who=("a", "b"), where=("f:1",), why="y", what_to_do="d", count=2)
+    assert Observation.from_dict(json.loads(json.dumps(observation.to_dict()))) == observation
+    assert Finding.from_dict(json.loads(json.dumps(finding.to_dict()))) == finding
+
+
+def test_a_foreign_record_is_refused() -> None:
+    with pytest.raises(ValueError, match="observation of kind 'guess'"):
+        Observation.from_dict({"kind": "guess", "name": "", "threads": []})
+
+
+@functools.cache
+def _exception(message: str, thread: str) -> Observation:
+    fields = {"message": message, "seen": "unhandled"}
+    return Observation(kind="exception", name="RuntimeError", threads=(thread,), fields=fields)
+
+
+def test_a_known_exception_without_a_probes_explanation_is_a_finding() -> None:
+    (finding,) = conclude([_exception("Found multiple different tracers in one call", "a")])
+    assert (finding.id, finding.severity, finding.who) == ("F3", "error", ("a",))
+
+
+def test_an_exception_that_a_probe_explains_is_not_counted_twice() -> None:
+    fields = {"outcome": "NameError: module is not installed as a submodule", "tracer": "Tracer"}
+    call = Observation(kind="foreign_call", name="Linear", threads=("a", "b"), fields=fields)
+    (finding,) = conclude([call, _exception("module is not installed as a submodule", "b")])
+    assert (finding.who, finding.count) == (("a", "b"), 1)
+
+
+def test_other_exceptions_are_not_the_probes_business() -> None:
+    assert conclude([_exception("out of memory", "a")]) == ()
