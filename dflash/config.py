@@ -216,11 +216,13 @@ class PrepareConfig:
     heldout_fraction: float = 0.05  # of the prompts, chosen by a hash of the prompt
     enable_thinking: bool = False  # passed to the chat template
     device: str = "cpu"
+    cpu_threads: int = 1  # intra-op threads when the device is a CPU; many are slower than one where other programs run
     seed: int = 0
 
     def __post_init__(self) -> None:
         _require(0 <= self.heldout_fraction < 1, f"heldout-fraction is {self.heldout_fraction}: use a number in [0, 1)")
         _require(self.batch_size >= 1 and self.max_new_tokens >= 1, "batch-size and max-new-tokens must be at least 1")
+        _require(self.cpu_threads >= 1, f"cpu-threads is {self.cpu_threads}: use at least 1")
         _require(self.temperature >= 0, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
 
 

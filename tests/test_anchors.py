@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,8 +23,7 @@ def place(row: list[list[bool]], names: list[str] | None = None) -> list[PlacedD
 
 def drawn(documents: list[PlacedDocument], num_anchors: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
     anchors, valid = draw_anchors(documents, num_anchors=num_anchors, seed=seed, epoch=epoch)
-    used: npt.NDArray[np.int64] = anchors[valid]
-    return used.tolist()
+    return [int(anchor) for anchor in anchors[valid]]
 
 
 def relative(anchors: list[int], document: PlacedDocument) -> list[int]:

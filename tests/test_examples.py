@@ -18,7 +18,6 @@ import pytest
 from helpers_data import example, random_examples
 
 from dflash.batch import Example
-from dflash.data import examples as module
 from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta, write_examples
 
 META = Meta(target="some/target", vocab_size=300, mask_token_id=299, pad_token_id=0, eos_token_ids=(1, 2))
@@ -263,7 +262,7 @@ def test_a_flush_that_fails_publishes_nothing(tmp_path: Path, monkeypatch: pytes
         if calls == failing_call:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(DataError, match=r"No space left on device.*nothing was published"):
         write_examples(tmp_path / "data", {"train": random_examples(3)}, META)
     assert list(tmp_path.iterdir()) == []
@@ -281,7 +280,7 @@ def test_everything_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatc
         log.append("rename")
         return rename(source, target)
 
-    monkeypatch.setattr(module.os, "fsync", logged_fsync)
+    monkeypatch.setattr(os, "fsync", logged_fsync)
     monkeypatch.setattr(Path, "rename", logged_rename)
     write_examples(tmp_path / "data", {"train": random_examples(3)}, META)
     at = log.index("rename")

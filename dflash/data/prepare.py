@@ -10,10 +10,11 @@ Nothing is dropped without a trace: skipped prompts are counted by reason in met
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
         listed = "; ".join(f"{reason}: {count}" for reason, count in Counter(r for _, r in skipped).most_common(5))
         raise DataError(f"{config.prompts}: every prompt was skipped ({listed}); nothing was written")
     with AnswerJournal(config.output, _fingerprint(config, target)) as journal:
-        answers, generation = _answer_all(config, target, list(questions.values()), journal)
+        with _cpu_threads(config):
+            answers, generation = _answer_all(config, target, list(questions.values()), journal)
         splits: dict[str, list[Example]] = {split: [] for split in SPLITS}
         for prompt in prompts:
             if prompt.sample_id in questions:
@@ -183,6 +185,16 @@ def _answer_all(
     seconds = time.monotonic() - started
     rate = progress.num_tokens / seconds if progress.num_tokens else None
     return answers, {"resumed_answers": resumed, "generated_tokens_per_second": rate}
+
+
+@contextlib.contextmanager
+def _cpu_threads(config: PrepareConfig) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.cpu_threads if config.device == "cpu" else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _answer_batch(

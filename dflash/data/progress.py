@@ -62,5 +62,6 @@ class GenerationProgress:
                 return
             self._progress.start()
             self._task = self._progress.add_task("", total=self._num_prompts, tokens_per_second=0.0)
+            self._progress.tasks[0].start_time = self._started  # the work began before the bar was shown
         rate = self.num_tokens / seconds if seconds > 0 else 0.0
         self._progress.update(self._task, completed=self._answered, tokens_per_second=rate)
