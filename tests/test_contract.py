@@ -48,8 +48,9 @@ def test_every_value_that_readers_look_for_is_written(export: Path) -> None:
     expected = (
         "architectures model_type auto_map block_size dflash_config num_target_layers num_hidden_layers hidden_size "
         "intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps rope_theta rope_parameters "
-        "rope_scaling max_position_embeddings layer_types sliding_window use_sliding_window max_window_layers attention_bias dtype "
-        "attention_dropout initializer_range tie_word_embeddings use_cache vocab_size bos_token_id eos_token_id pad_token_id"
+        "rope_scaling max_position_embeddings layer_types sliding_window use_sliding_window max_window_layers attention_bias "
+        "dtype attention_dropout initializer_range tie_word_embeddings use_cache vocab_size bos_token_id "
+        "eos_token_id pad_token_id"
     )
     assert set(values) == set(expected.split())
     assert values["dflash_config"] == {
