@@ -227,12 +227,12 @@ def test_threads_and_exit_handlers_of_the_program_are_observed_to_their_end(prob
         probe.directory,
         """
         import atexit, concurrent.futures, torch
-        from torch.fx.experimental.proxy_tensor import make_fx
+        trace = lambda: torch.fx.symbolic_trace(torch.nn.Identity())
         go = concurrent.futures.Future()
         pool = concurrent.futures.ThreadPoolExecutor(1, "pool")  # never shut down
-        pool.submit(lambda: (go.result(60), make_fx(torch.sin)(torch.ones(1))))
+        pool.submit(lambda: (go.result(60), trace()))
         atexit.register(lambda: print("handler"))
-        atexit.register(lambda: make_fx(torch.cos)(torch.ones(1)))
+        atexit.register(trace)
         go.set_result(None)
         """,
     )

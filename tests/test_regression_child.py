@@ -1,0 +1,67 @@
+"""Laws of running a command in a fresh process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from regression import child
+from regression.child import ChildFailed, run_json
+
+
+def run(code: str, directory: Path, *, timeout_seconds: float = 60.0) -> child.ChildResult:
+    command = (sys.executable, "-c", textwrap.dedent(code))
+    return run_json(command, log=directory / "stderr.log", timeout_seconds=timeout_seconds)
+
+
+def test_the_last_line_of_standard_output_is_the_result(tmp_path: Path) -> None:
+    done = run("import sys; print('{}'); print('noise', file=sys.stderr); print('{\"tokens\": 3}')", tmp_path)
+    assert (done.result, done.returncode, done.stderr_tail) == ({"tokens": 3}, 0, "noise")
+
+
+def test_a_failing_exit_code_with_a_result_is_a_result(tmp_path: Path) -> None:
+    done = run("import sys; print('{\"fx_errors\": 1}'); sys.exit(1)", tmp_path)
+    assert (done.result, done.returncode) == ({"fx_errors": 1}, 1)
+
+
+@pytest.mark.parametrize("output", ["", "no json", "[1]", '{"torn": ', '{"a": 1}\nafter'])
+def test_no_object_on_the_last_line_is_a_failure_that_shows_standard_error(tmp_path: Path, output: str) -> None:
+    with pytest.raises(ChildFailed, match=r"exit code 0 and no JSON(.|\n)*the reason"):
+        run(f"import sys; print({output!r}, end=''); print('the reason', file=sys.stderr)", tmp_path)
+
+
+def test_much_standard_error_blocks_nobody_and_its_end_is_kept(tmp_path: Path) -> None:
+    done = run("import sys; sys.stderr.write('line\\n' * 200_000 + 'last\\n'); print('{}')", tmp_path)
+    assert done.stderr_tail.splitlines()[-1] == "last"
+    assert (tmp_path / "stderr.log").stat().st_size == 1_000_005
+
+
+def test_a_hanging_child_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_GRACE_SECONDS", 0.5)
+    code = f"""
+        import signal, subprocess, sys, time
+        grandchild = subprocess.Popen((sys.executable, "-c", "import time; time.sleep(600)"))
+        open({str(tmp_path / "pid")!r}, "w").write(str(grandchild.pid))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+        """
+    with pytest.raises(ChildFailed, match="did not end within 5 s and was killed"):
+        run(code, tmp_path, timeout_seconds=5.0)
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_child_that_listens_is_asked_first(tmp_path: Path) -> None:
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); time.sleep(600)"
+    with pytest.raises(ChildFailed, match="was ended by SIGTERM"):
+        run(code, tmp_path, timeout_seconds=2.0)
+
+
+def test_a_child_has_its_own_process_group(tmp_path: Path) -> None:
+    done = run("import os, json; print(json.dumps({'group': os.getpgid(0)}))", tmp_path)
+    assert done.result["group"] != os.getpgid(0)
