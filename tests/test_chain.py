@@ -91,8 +91,11 @@ class Oracle:
         return torch.tensor([(t + 1) % VOCABULARY if self.wrong(index + k) else t for k, t in enumerate(drafts, 1)])
 
     def speculate(self, *arguments: Any, **settings_: Any) -> Generation:
+        def propose(session: DraftSession, bonus: int) -> torch.Tensor:
+            return self.propose(session, bonus)
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DraftSession, "propose", lambda session, bonus: self.propose(session, bonus))  # noqa: PLW0108
+            patch.setattr(DraftSession, "propose", propose)
             return speculate(*arguments, **settings_)
 
 

@@ -1,18 +1,23 @@
 """Laws of choosing tokens by key."""
 
 import numpy as np
+import pytest
 import torch
 from scipy import stats
 
 from dflash.decoding.sampling import TokenChooser
 
 
-def test_choices_follow_the_distribution_and_never_have_probability_zero() -> None:
-    logits = torch.log(torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]))
-    choose = TokenChooser(temperature=1.0, seed=4, request=0, count=20_000, device=torch.device("cpu"))
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_choices_follow_the_tempered_distribution_and_never_have_probability_zero(temperature: float) -> None:
+    """p**(1/T), normalised: the definition of a temperature without logits."""
+    probabilities = np.array([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+    choose = TokenChooser(temperature=temperature, seed=4, request=0, count=20_000, device=torch.device("cpu"))
+    logits = torch.from_numpy(probabilities).log()
     counts = np.bincount(choose(logits.expand(20_000, -1), 0).numpy(), minlength=6)
     assert counts[[0, 2, 5]].tolist() == [0, 0, 0]
-    assert stats.chisquare(counts[[1, 3, 4]], np.array([0.5, 0.3, 0.2]) * 20_000).pvalue > 1e-3
+    tempered = probabilities[[1, 3, 4]] ** (1 / temperature)
+    assert stats.chisquare(counts[[1, 3, 4]], tempered / tempered.sum() * 20_000).pvalue > 1e-3
 
 
 def test_random_numbers_belong_to_seed_request_and_position() -> None:

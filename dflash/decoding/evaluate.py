@@ -30,7 +30,6 @@ from dflash.config import ConfigError, EvaluateConfig, RunConfig
 from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta
 from dflash.decoding.chain import plain, speculate
 from dflash.decoding.summary import Result, show, summarise
-from dflash.decoding.target_session import check_croppable
 from dflash.modeling.drafter import Drafter, DrafterShape
 from dflash.modeling.target import FrozenEnds, load_target, text_config
 
@@ -114,7 +113,6 @@ def _load(config: EvaluateConfig) -> Loaded:
     data = config.data if config.data is not None else run.data.path
     meta, examples = load_meta(data), load_examples(data, "heldout")
     model, _ = load_target(run.target, device=device)
-    check_croppable(model)
     text = text_config(model)
     check_fit(drafter.shape, text, f"checkpoint {config.checkpoint} of {config.run}", run.target.path)
     check_matches(meta, vocab_size=drafter.shape.vocab_size, mask_token_id=drafter.shape.mask_token_id)
