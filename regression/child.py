@@ -34,15 +34,31 @@ class ChildResult:
     stderr_tail: str
 
 
-def run_json(command: Sequence[str], *, log: Path, timeout_seconds: float, cwd: Path | None = None) -> ChildResult:
+def run_json(command: Sequence[str], *, log: Path, timeout_seconds: float) -> ChildResult:
     """Run `command`; its standard error goes to the file `log`. A failing exit code with a result is a result.
 
     Raises ChildFailed when it runs longer than `timeout_seconds`, or ends without a JSON object on its last line.
     """
     started = time.monotonic()
+    returncode, output = _run(command, log=log, timeout_seconds=timeout_seconds)
+    result = _last_object(output.decode(errors="replace"))
+    if result is None:
+        raise ChildFailed(_message(command, f"ended with exit code {returncode} and no JSON on its last line", log))
+    tail = _tail(log.read_bytes())
+    return ChildResult(returncode=returncode, result=result, seconds=time.monotonic() - started, stderr_tail=tail)
+
+
+def run_to_success(command: Sequence[str], *, log: Path, timeout_seconds: float) -> None:
+    """Run `command` for what it leaves on disk. Raises ChildFailed on any exit code but 0, or after `timeout_seconds`."""
+    returncode, _ = _run(command, log=log, timeout_seconds=timeout_seconds)
+    if returncode != 0:
+        raise ChildFailed(_message(command, f"ended with exit code {returncode}", log))
+
+
+def _run(command: Sequence[str], *, log: Path, timeout_seconds: float) -> tuple[int, bytes]:
     with log.open("wb") as errors:
         child = subprocess.Popen(  # noqa: S603 - the command is this project's own
-            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, cwd=cwd, start_new_session=True
+            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
         )
         try:
             output, _ = child.communicate(timeout=timeout_seconds)
@@ -52,12 +68,7 @@ def run_json(command: Sequence[str], *, log: Path, timeout_seconds: float, cwd: 
         except BaseException:
             _end(child)
             raise
-    result = _last_object(output.decode(errors="replace"))
-    if result is None:
-        raise ChildFailed(_message(command, f"ended with exit code {child.returncode} and no JSON on its last line", log))
-    return ChildResult(
-        returncode=child.returncode, result=result, seconds=time.monotonic() - started, stderr_tail=_tail(log.read_bytes())
-    )
+    return child.returncode, output
 
 
 def _end(child: subprocess.Popen[bytes]) -> str:

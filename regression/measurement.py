@@ -16,8 +16,8 @@ from typing import Any, Self
 import psutil
 
 from diagnostics import environment, gpu
-from regression.child import run_json
-from regression.spec import RunSpec
+from regression.child import run_json, run_to_success
+from regression.spec import RunSpec, prepare_commands
 
 REQUIRED_KEYS = (
     "preset",
@@ -79,6 +79,16 @@ class Measurement:
         if self.returncode != 0 and not found:
             found.append(f"the run ended with exit code {self.returncode}")
         return found
+
+
+def prepare_data(directory: Path, *, timeout_seconds: float) -> Path:
+    """The data of the CPU workload in `directory`, made once and kept: all nights train on the same. Raises ChildFailed."""
+    made = directory / "data.made"
+    if not made.exists():
+        for name, command in zip(("prompts", "prepare"), prepare_commands(directory), strict=True):
+            run_to_success(command, log=directory / f"{name}.log", timeout_seconds=timeout_seconds)
+        made.touch()
+    return directory / "data"
 
 
 def measure(spec: RunSpec, directory: Path, *, timeout_seconds: float) -> Measurement:

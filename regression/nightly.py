@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from regression.child import ChildFailed, run_json
-from regression.measurement import Measurement, measure
-from regression.spec import prepare_commands, workload
+from regression.child import ChildFailed
+from regression.measurement import Measurement, measure, prepare_data
+from regression.spec import workload
 from regression.store import Store
 
 MIN_NIGHTS = 5
@@ -50,8 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
     night: Path = options.output / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     try:
-        data = _data(options.output, options.timeout_seconds) if options.gpus == 0 else Path()
-        tonight = measure(workload(options.gpus, data=data, steps=options.steps), night, timeout_seconds=options.timeout_seconds)
+        limit: float = options.timeout_seconds
+        data = prepare_data(options.output, timeout_seconds=limit) if options.gpus == 0 else Path()
+        tonight = measure(workload(options.gpus, data=data, steps=options.steps), night, timeout_seconds=limit)
     except ChildFailed as failure:
         console.print(f"[bold red]failed:[/] {escape(str(failure))}", highlight=False)
         return 1
@@ -124,16 +125,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"needs {options.gpus} GPUs, found {torch.cuda.device_count()}: use fewer, or 0 for the CPU workload")
     options.output.mkdir(parents=True, exist_ok=True)
     return options
-
-
-def _data(output: Path, timeout_seconds: float) -> Path:
-    """The data of the CPU workload, made once and kept, so that all nights train on the same. Raises ChildFailed."""
-    data = output / "data"
-    if not data.exists():
-        make, prepare = prepare_commands(output)
-        run_json(make, log=output / "prompts.log", timeout_seconds=timeout_seconds)
-        run_json(prepare, log=output / "prepare.log", timeout_seconds=timeout_seconds)
-    return data
 
 
 def _table(tonight: Measurement, history: Sequence[Measurement]) -> Table:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from regression import child
-from regression.child import ChildFailed, run_json
+from regression.child import ChildFailed, run_json, run_to_success
 
 
 def run(code: str, directory: Path, *, timeout_seconds: float = 60.0) -> child.ChildResult:
@@ -33,6 +33,15 @@ def test_a_failing_exit_code_with_a_result_is_a_result(tmp_path: Path) -> None:
 def test_no_object_on_the_last_line_is_a_failure_that_shows_standard_error(tmp_path: Path, output: str) -> None:
     with pytest.raises(ChildFailed, match=r"exit code 0 and no JSON(.|\n)*the reason"):
         run(f"import sys; print({output!r}, end=''); print('the reason', file=sys.stderr)", tmp_path)
+
+
+def test_a_step_that_must_succeed_needs_no_result_but_exit_code_0(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    run_to_success((sys.executable, "-c", "pass"), log=log, timeout_seconds=60.0)
+    with pytest.raises(ChildFailed, match=r"exit code 3(.|\n)*why"):
+        run_to_success(
+            (sys.executable, "-c", "import sys; print('{}'); sys.stderr.write('why'); sys.exit(3)"), log=log, timeout_seconds=60.0
+        )
 
 
 def test_much_standard_error_blocks_nobody_and_its_end_is_kept(tmp_path: Path) -> None:

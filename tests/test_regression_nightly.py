@@ -70,12 +70,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
         asked.append(spec)
         return measurement()
 
-    def data(output: Path, timeout_seconds: float) -> Path:
+    def data(output: Path, *, timeout_seconds: float) -> Path:
         assert timeout_seconds > 0
         return output / "data"
 
     monkeypatch.setattr(nightly, "measure", measure)
-    monkeypatch.setattr(nightly, "_data", data)
+    monkeypatch.setattr(nightly, "prepare_data", data)
     return asked
 
 
