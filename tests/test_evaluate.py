@@ -161,8 +161,11 @@ def test_prompts_are_the_first_that_can_be_decoded_and_the_others_are_listed() -
     config = EvaluateConfig(run=Path("unused"), max_prompts=2, max_new_tokens=30)
     prompts, skipped = select_prompts(examples, config, 64)
     assert [(name, len(ids)) for name, ids in prompts] == [("a", 5), ("b", 6)]
-    assert [name for name, _ in skipped] == ["no prompt", "long", "unanswered"]
-    assert skipped[1][1] == "60 prompt and 30 new tokens exceed the target's 64 positions"
+    assert skipped == [
+        ("no prompt", "no token before its first supervised one"),
+        ("long", "60 prompt and 30 new tokens exceed the target's 64 positions"),
+        ("unanswered", "no supervised token"),
+    ]
     assert [name for name, _ in select_prompts(examples, config, None)[0]] == ["long", "a"]
 
 
