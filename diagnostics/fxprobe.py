@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from rich.console import Console  # noqa: E402 - see above
 
 from diagnostics.findings import conclude  # noqa: E402 - see above
 from diagnostics.observe import observed  # noqa: E402 - see above
+from diagnostics.probes.exceptions import note_unhandled  # noqa: E402 - see above
 from diagnostics.program import UsageError, run_program  # noqa: E402 - see above
 from diagnostics.records import Finding, Log, Observation  # noqa: E402 - see above
 from diagnostics.report import COVERAGE, print_report  # noqa: E402 - see above
@@ -48,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log = probes.enter_context(observed())
     session = _Session(options, log, probes)
     try:
-        session.program_code = run_program(options.program)
+        session.program_code = run_program(
+            options.program, on_exception=lambda error: note_unhandled(log, error, threading.current_thread().name)
+        )
     except UsageError as error:
         probes.close()
         print(f"fxprobe: {error}", file=sys.stderr)  # noqa: T201 - a message of the command

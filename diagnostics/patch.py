@@ -254,6 +254,5 @@ TRACE = Function("torch.fx._symbolic_trace", "Tracer.trace", ("self", "root"))
 COMPILE = Function("torch._dynamo.convert_frame", "_compile", ("code",))
 FLAG_CHECK = Function("torch.fx._symbolic_trace", "is_fx_symbolic_tracing", (), only=True)
 THREAD_EXCEPTION = Hook("threading", "excepthook")
-PROGRAM_EXCEPTION = Hook("sys", "excepthook")
 for _code in (Point.call.__code__, call_observed.__code__):
     skip_code(_code)

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import sys
 import types
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -18,8 +19,11 @@ class UsageError(ValueError):
     """The program cannot be found; the message says what was looked for."""
 
 
-def run_program(command: list[str]) -> int:
-    """Run `script.py args...` or `-m module args...`; returns its exit code. Raises UsageError before anything ran."""
+def run_program(command: list[str], *, on_exception: Callable[[BaseException], None]) -> int:
+    """Run `script.py args...` or `-m module args...`; returns its exit code. Raises UsageError before anything ran.
+
+    `on_exception` hears of an exception that the program did not handle, before its hook prints it.
+    """
     module, code = _module(command[1:]) if command[0] == "-m" else _script(command)
     sys.modules["__main__"] = module
     try:
@@ -27,6 +31,7 @@ def run_program(command: list[str]) -> int:
     except SystemExit as stop:
         return _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - reported exactly as Python would, by the program's own hook
+        on_exception(error)
         trace = error.__traceback__
         sys.excepthook(type(error), error.with_traceback(trace.tb_next if trace else None), error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1

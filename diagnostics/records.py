@@ -24,6 +24,7 @@ Kind = Literal[
     "fallback",  # compiled code bypassed
     "exception",  # an exception that nothing in the program handled; threads = (whose,)
     "not_observed",  # a probe that could not attach or had to give up
+    "note",  # worth reading in the report, and no reason to distrust it
 ]
 _MAX_PLACES = 10_000
 
@@ -110,6 +111,10 @@ class Log:
     def not_observed(self, sentence: str) -> None:
         """Say that something could not be watched: such a run is never called clean."""
         self.add(Observation(kind="not_observed", name=sentence, threads=()))
+
+    def note(self, sentence: str) -> None:
+        """Say something that explains the report."""
+        self.add(Observation(kind="note", name=sentence, threads=()))
 
     def observations(self) -> tuple[Observation, ...]:
         """Everything so far, in the order in which each place was first seen."""

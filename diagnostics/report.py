@@ -28,6 +28,9 @@ def print_report(console: Console, observations: Sequence[Observation], findings
     unobserved = [seen for seen in observations if seen.kind == "not_observed"]
     for seen in unobserved:
         console.print(f"[yellow]not observed[/]: {escape(seen.name)}", highlight=False)
+    for seen in observations:
+        if seen.kind == "note":
+            console.print(f"note: {escape(seen.name)}", highlight=False)
     console.print(escape(COVERAGE), style="dim", highlight=False)
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in _COLOURS}
     text = f"{counts['error']} errors, {counts['hazard']} hazards, {counts['info']} notes, {len(unobserved)} things not observed"

@@ -241,6 +241,30 @@ def test_threads_and_exit_handlers_of_the_program_are_observed_to_their_end(prob
     assert sorted(seen.threads[0] for seen in probe.observations if seen.kind == "trace") == ["MainThread", "pool_0"]
 
 
+def test_a_program_with_exception_hooks_of_its_own_is_observed_all_the_same(probe: Probe) -> None:
+    program = script(
+        probe.directory,
+        """
+        import sys, threading
+        def main_hook(kind, error, trace):
+            print("main", error)
+        def thread_hook(hook):
+            print("thread", hook.exc_value)
+        def fails():
+            raise RuntimeError("in a thread")
+        sys.excepthook, threading.excepthook = main_hook, thread_hook
+        thread = threading.Thread(target=fails)
+        thread.start()
+        thread.join()
+        raise RuntimeError("Found multiple different tracers")
+        """,
+    )
+    done = probe(program)
+    assert (done.stdout, done.returncode) == ("thread in a thread\nmain Found multiple different tracers\n", 1)
+    assert [(finding.id, finding.who) for finding in probe.findings] == [("F3", ("MainThread",))]
+    assert [seen.kind for seen in probe.observations if seen.kind in ("note", "not_observed")] == ["note"]
+
+
 def test_a_hazard_fails_only_when_asked_to(probe: Probe) -> None:
     assert probe("-m", "diagnostics.stress.scenarios", "F4", options=("--fail-on", "hazard")).returncode == 1
 
@@ -262,7 +286,6 @@ def patched() -> dict[str, Any]:
         "call": torch.nn.Module.__call__,
         "getattr": torch.nn.Module.__getattr__,
         "threads": threading.excepthook,
-        "program": sys.excepthook,
     }
 
 
