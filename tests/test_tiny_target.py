@@ -23,6 +23,7 @@ OWN_PROMPTS = (
     "    if not isinstance(value, int):\n        raise TypeError(",
     "import os\nimport sys\nimport threading",
 )
+LEAST_WORK = ("--device", "cpu", "--steps", "1", "--rows", "1", "--measure-pairs", "1", "--answers", "1")
 GOOD = Quality(
     bits_per_byte=1.0,
     ended_share=1.0,
@@ -138,6 +139,15 @@ def test_prompts_are_unique_and_a_larger_count_only_appends(heldout: list[Source
     assert sample_pairs(heldout, count=50, seed=8) != many[:50]
 
 
+def test_a_prompt_that_occurs_twice_is_given_once() -> None:
+    repeated = SourceFile(name="a.py", text="def first(value):\n    return value.strip().lower()\n\n\n" * 400)
+    num_unique = len({pair.prompt for pair in cut_pairs(repeated, seed=0)})
+    assert num_unique < len(list(cut_pairs(repeated, seed=0)))
+    assert len({pair.prompt for pair in sample_pairs([repeated], count=num_unique, seed=0)}) == num_unique
+    with pytest.raises(ValueError, match=f"ask for 0 to {num_unique}"):
+        sample_pairs([repeated], count=num_unique + 1, seed=0)
+
+
 def test_the_command_writes_the_same_prompts_every_time(tmp_path: Path, heldout: list[SourceFile]) -> None:
     for name in ("a", "b"):
         assert stdlib_text.main(["--count", "30", "--seed", "3", "--split", "heldout", "--output", str(tmp_path / name)]) == 0
@@ -224,15 +234,14 @@ def test_a_model_that_breaks_a_bound_is_not_published(
 ) -> None:
     monkeypatch.setattr(build, "read_corpus", lambda _split: heldout)  # a tenth of the text, to be quick
     monkeypatch.setattr(quality, "MAX_ANSWER_TOKENS", 8)
-    work = ["--device", "cpu", "--steps", "1", "--rows", "1", "--measure-pairs", "1", "--answers", "1"]
-    assert build.main(["--output", str(tmp_path / "model"), *work]) == 1
+    assert build.main(["--output", str(tmp_path / "model"), *LEAST_WORK]) == 1
     assert list(tmp_path.iterdir()) == []
     assert "bits_per_byte is" in capsys.readouterr().err
 
 
 def test_a_used_output_directory_is_bad_usage(tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
-    assert build.main(["--output", str(tmp_path), "--device", "cpu"]) == 2
+    assert build.main(["--output", str(tmp_path), *LEAST_WORK]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
