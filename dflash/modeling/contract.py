@@ -91,18 +91,10 @@ def _config_problems(values: dict[str, Any]) -> Iterator[str]:
     for place, holder in (("at the top", values), ("in dflash_config", inner)):
         if "block_size" not in holder:
             yield f"block_size is missing {place} of config.json: servers read one place or the other"
-    yield from _token_problems(values, inner.get("mask_token_id"))
     kinds, layers = values.get("layer_types"), values.get("num_hidden_layers")
     if not isinstance(layers, int) or kinds != ["full_attention"] * layers:
         yield f"layer_types is {kinds}, expected full_attention for each of {layers} layers: others are served differently"
     yield from _rope_problems(values)
-
-
-def _token_problems(values: dict[str, Any], mask: Any) -> Iterator[str]:
-    for name in ("bos", "eos", "pad"):
-        token = values.get(f"{name}_token_id")
-        if mask is not None and mask in (token if isinstance(token, list) else [token]):
-            yield f"mask_token_id {mask} is also the {name} token"
 
 
 def _rope_problems(values: dict[str, Any]) -> Iterator[str]:

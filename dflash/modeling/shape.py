@@ -104,6 +104,12 @@ class DrafterShape:
             raise ConfigError(
                 f"mask token id is {self.mask_token_id}: expected 0 to {self.vocab_size - 1}, set --target.mask-token-id"
             )
+        ends = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+        if self.mask_token_id in (*ends, self.bos_token_id, self.pad_token_id):
+            raise ConfigError(
+                f"mask token id {self.mask_token_id} is also the target's bos, eos or pad token: "
+                f"set --target.mask-token-id to an unused id"
+            )
         if len(self.target_layer_ids) != self.num_features:
             raise ConfigError(f"{len(self.target_layer_ids)} target layer ids for {self.num_features} features: make them equal")
         check_layer_ids(self.target_layer_ids, self.num_target_layers)

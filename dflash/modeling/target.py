@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash.config import ConfigError, TargetConfig
@@ -113,7 +114,7 @@ def _pretrained(config: TargetConfig, dtype: torch.dtype, device: torch.device) 
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, **source)
         model = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, **source)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"cannot load the target from {config.path!r} ({type(error).__name__}: {error}): expected a directory or hub name "
             f"with config.json, weights and tokenizer, or --target.gguf-file with the name of a GGUF file there"
