@@ -17,6 +17,8 @@ from fixtures.tiny_target.quality import Bounds, Quality, bits_per_byte, check, 
 from fixtures.tiny_target.training import Schedule, make_stream
 
 TOKENIZER = recipe.make_tokenizer()
+# A special token written out in a message becomes that token, as with every chat tokenizer.
+PLAIN_TEXT = st.text().filter(lambda text: not any(token in text for token in recipe.SPECIAL_TOKENS))
 OWN_PROMPTS = (
     "def read_lines(path):\n    with open(path) as file:",
     "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize",
@@ -45,15 +47,20 @@ def heldout() -> list[SourceFile]:
     return read_corpus("heldout")
 
 
-@given(st.text())
-def test_any_text_round_trips_through_its_bytes(text: str) -> None:
-    ids = TOKENIZER(text)["input_ids"]
-    assert ids == list(text.encode())
-    assert TOKENIZER.decode(ids) == text
+@settings(deadline=None)
+@given(st.lists(st.text() | st.sampled_from(recipe.SPECIAL_TOKENS)).map("".join))
+def test_any_text_round_trips(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
 
 
 @settings(deadline=None)
-@given(st.text(), st.text())
+@given(PLAIN_TEXT)
+def test_the_token_of_a_byte_is_its_value(text: str) -> None:
+    assert TOKENIZER(text)["input_ids"] == list(text.encode())
+
+
+@settings(deadline=None)
+@given(PLAIN_TEXT, PLAIN_TEXT)
 def test_the_generation_mask_covers_exactly_the_answer_and_its_end_token(prompt: str, answer: str) -> None:
     chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     encoded = TOKENIZER.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
@@ -61,7 +68,8 @@ def test_the_generation_mask_covers_exactly_the_answer_and_its_end_token(prompt:
     assert covered == [*answer.encode(), TOKENIZER.eos_token_id]
 
 
-@given(st.text(), st.text())
+@settings(deadline=None)
+@given(PLAIN_TEXT, PLAIN_TEXT)
 def test_pairs_are_encoded_as_the_chat_template_does(prompt: str, answer: str) -> None:
     chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     question = TOKENIZER.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
