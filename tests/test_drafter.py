@@ -21,10 +21,10 @@ from dflash.batch import PackedBatch
 from dflash.config import ConfigError, DrafterConfig
 from dflash.modeling.attention import Mask, build_mask
 from dflash.modeling.drafter import Drafter, DrafterShape, block_inputs, target_layer_ids
+from dflash.modeling.feature_layers import check_layer_ids
 from dflash.modeling.masks import BlockLayout, dense_mask
 from dflash.modeling.random_targets import RANDOM_TARGETS
 from dflash.modeling.rope import RotaryEmbedding
-from dflash.modeling.shape import check_layer_ids
 
 TABLE = {  # reference 1.1, K = 5; 61 and 62 layers round halves to even
     24: (1, 6, 11, 16, 21),

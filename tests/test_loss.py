@@ -261,6 +261,7 @@ def test_bf16_states_and_head_stay_close_to_fp32_and_keep_their_dtype_also_under
     assert sums.loss.item() == pytest.approx(exact.loss.item(), rel=0.02)
     assert torch.equal(again.loss, exact.loss)
     gradient, exact_gradient = gradient_of(sums.loss, low), gradient_of(exact.loss, hidden)
+    assert torch.equal(gradient_of(again.loss, hidden), exact_gradient)
     assert gradient.dtype == torch.bfloat16
     assert (gradient.float() - exact_gradient).norm() < 0.02 * exact_gradient.norm()
 

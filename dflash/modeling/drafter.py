@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from dflash.batch import PackedBatch
 from dflash.modeling.attention import Mask, attend
+from dflash.modeling.feature_layers import check_layer_ids, target_layer_ids
 from dflash.modeling.rope import RotaryEmbedding, rotate
-from dflash.modeling.shape import DrafterShape, check_layer_ids, target_layer_ids
+from dflash.modeling.shape import DrafterShape
 
 __all__ = ["ContextPairs", "Drafter", "DrafterShape", "block_inputs", "check_layer_ids", "target_layer_ids"]
 

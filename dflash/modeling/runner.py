@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dflash.batch import PackedBatch
 from dflash.config import ConfigError
 from dflash.modeling.anatomy import text_config, text_decoder
-from dflash.modeling.shape import check_layer_ids
+from dflash.modeling.feature_layers import check_layer_ids
 
 _LAYERS_WITHOUT_STATE = frozenset({"full_attention", "sliding_attention"})
 # Mean relative change of a token's last state that counts as a leak; rounding in bf16 stays below.
