@@ -7,12 +7,11 @@ is attached, not when it fires: a function that is missing or has other paramete
 reports the run as not observed.
 
 A function of torch gets other code, not another object in its place: `torch.compile` keeps references to the check of the
-tracing flag, and wraps `Tracer.trace` at its first use, so that a replacement would be missed, or wrapped for ever. The
-code carries the file name of the original, by which Dynamo decides what not to look at.
+tracing flag, and wraps `Tracer.trace` at its first use, so that a replacement would be missed, or wrapped for ever, and
+Dynamo would look at it where it is off while it calls the original.
 
-Observation must not change what is observed. A subscriber that raises is dropped and reported, never the program's
-problem; Dynamo is switched off while subscribers run. What remains visible: two more frames in stack traces, and a few
-microseconds a call.
+Observation must not change what is observed: a subscriber that raises is reported, never the program's problem. What
+remains visible: two more frames in stack traces, and a few microseconds a call.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
-
-from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._dynamo.eval_frame import skip_code
 
 Finish = Callable[[Any, BaseException | None], None]  # called with the result, or None and the exception
 Subscriber = Callable[[tuple[Any, ...], dict[str, Any]], Finish | None]  # called before the original, with its arguments
@@ -174,7 +170,6 @@ def instance_observed(instance: Any, method: str, subscriber: Subscriber, report
     def observed(*arguments: Any, **keywords: Any) -> Any:
         return call_observed(original, subscribers, arguments, keywords)
 
-    skip_code(observed.__code__)
     previous = vars(instance).get(method, _ABSENT)
     setattr(instance, method, observed)
     try:
@@ -192,12 +187,7 @@ def call_observed(
     original: Callable[..., Any], subscribers: tuple[_Entry, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
     """Call `original` with `subscribers` around it."""
-    # A graph break inside compiled code leaves Dynamo watching every frame below it: ours are none of its business.
-    dynamo = set_eval_frame(None)
-    try:
-        finishes = _begin(subscribers, arguments, keywords)
-    finally:
-        set_eval_frame(dynamo)
+    finishes = _begin(subscribers, arguments, keywords)
     result, raised = None, None
     try:
         result = original(*arguments, **keywords)
@@ -205,12 +195,8 @@ def call_observed(
         raised = error
         raise
     finally:
-        dynamo = set_eval_frame(None)
-        try:
-            _end(finishes, result, raised)
-        finally:
-            set_eval_frame(dynamo)
-            raised = None  # no cycle of the exception and this frame
+        _end(finishes, result, raised)
+        raised = None  # no cycle of the exception and this frame
     return result
 
 
@@ -246,7 +232,6 @@ def _code_that_calls(point: Function, like: types.CodeType) -> types.CodeType:
     code: types.CodeType = namespace["call"].__code__.replace(
         co_filename=like.co_filename, co_name=like.co_name, co_qualname=like.co_qualname, co_firstlineno=like.co_firstlineno
     )
-    skip_code(code)
     return code
 
 
@@ -254,5 +239,3 @@ TRACE = Function("torch.fx._symbolic_trace", "Tracer.trace", ("self", "root"))
 COMPILE = Function("torch._dynamo.convert_frame", "_compile", ("code",))
 FLAG_CHECK = Function("torch.fx._symbolic_trace", "is_fx_symbolic_tracing", (), only=True)
 THREAD_EXCEPTION = Hook("threading", "excepthook")
-for _code in (Point.call.__code__, call_observed.__code__):
-    skip_code(_code)

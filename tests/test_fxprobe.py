@@ -378,22 +378,31 @@ def test_an_unknown_torch_is_not_observed_and_never_clean(monkeypatch: pytest.Mo
     assert exit_code(log.observations(), conclude(log.observations()), fail_on="error") == 3
 
 
-def test_dynamo_does_not_compile_what_the_probes_do() -> None:
+def frames_that_dynamo_looks_at() -> int:
+    """Below a graph break, where Dynamo watches every frame unless told otherwise, of a trace and of a compiled call."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    inner = torch.compile(torch.cos, backend="eager")
+
     @torch.compiler.disable(recursive=False)
-    def uncompiled() -> torch.fx.Graph:
-        return torch.fx.Tracer().trace(torch.nn.Linear(2, 2), None)  # Dynamo watches the frames below
+    def uncompiled(x: torch.Tensor) -> torch.Tensor:
+        torch.fx.Tracer().trace(torch.nn.Linear(2, 2))
+        return inner(x)
 
-    def traced(x: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        uncompiled()
-        return y * 2
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return uncompiled(x + 1) * 2
 
+    torch.compile(outer, backend="eager")(torch.ones(2))
+    return torch._dynamo.utils.counters["frames"]["total"]
+
+
+def test_dynamo_does_not_look_at_what_the_probes_do() -> None:
+    alone = frames_that_dynamo_looks_at()
     with observed() as log:
-        torch.compile(traced, backend="eager")(torch.ones(2))
-    compiled = [seen.where[0] for seen in log.observations() if seen.kind == "compile"]
-    assert [seen.name for seen in log.observations() if seen.kind == "trace"] == ["Tracer"]
-    assert len(compiled) >= 2
-    assert not [where for where in compiled if "diagnostics" in where]
+        observed_frames = frames_that_dynamo_looks_at()
+    assert alone >= 2
+    assert observed_frames == alone
+    assert not [seen for seen in log.observations() if seen.kind == "compile" and "diagnostics" in seen.where[0]]
 
 
 def test_equal_facts_are_one_observation_with_a_count() -> None:
