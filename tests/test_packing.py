@@ -145,6 +145,13 @@ def test_another_epoch_or_seed_gives_another_order_and_other_anchors(packing: st
         assert anchors(other) != anchors(first)
 
 
+def test_rows_come_in_another_order_in_another_epoch() -> None:
+    packed = stream([example(f"s{length}", [True] * length) for length in range(33, 64)])
+    orders = [[row for batch in epoch_batches(packed, epoch) for row in batch.sample_ids if row] for epoch in (0, 1)]
+    assert orders[0] != orders[1]
+    assert set(orders[0]) == set(orders[1])
+
+
 def test_examples_of_equal_length_meet_other_neighbours_in_another_epoch() -> None:
     packed = stream([example(f"s{i}", [True] * 30) for i in range(40)])
     neighbours = [{frozenset(row) for batch in epoch_batches(packed, epoch) for row in batch.sample_ids} for epoch in (0, 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers_data import REWRITES_PROMPT, WITHOUT_GENERATION, byte_tokenizer, saved_target, tiny_target, write_jsonl
+from helpers_data import (
+    REWRITES_EARLIER,
+    REWRITES_PROMPT,
+    THINKING,
+    WITHOUT_GENERATION,
+    byte_tokenizer,
+    saved_target,
+    tiny_target,
+    write_jsonl,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -112,6 +122,18 @@ def test_an_answer_depends_on_nothing_but_its_prompt_and_key(lengths: list[int],
     alone = {question.sample_id: answer(model, [question], sampling)[0] for question in asked}
     random.shuffle(asked)
     assert dict(zip((q.sample_id for q in asked), answer(model, asked, sampling), strict=True)) == alone
+
+
+def test_every_prompt_begins_at_position_0_behind_its_padding() -> None:
+    model = tiny_target()
+    calls: list[dict[str, Any]] = []
+    model.register_forward_pre_hook(lambda _module, _args, kwargs: calls.append(kwargs), with_kwargs=True)
+    asked = questions(3, 5, 4)
+    answer(model, asked, Sampling(max_new_tokens=3, end_token_ids=set()))
+    assert calls[0]["attention_mask"].tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]
+    assert calls[0]["position_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
+    assert [call["position_ids"].tolist() for call in calls[1:]] == [[[3], [5], [4]], [[4], [6], [5]]]
+    assert [call["input_ids"].shape for call in calls] == [(3, 5), (3, 1), (3, 1)]
 
 
 def test_an_answer_ends_with_its_first_end_token_or_at_the_limit(model: Any) -> None:
@@ -231,6 +253,23 @@ def test_a_dialogue_is_answered_after_its_last_user_turn_and_earlier_answers_are
     asked = chat.render_prompt(TOKENIZER, messages)
     assert example.ids[: len(asked)].tolist() == asked
     assert example.loss_mask.tolist() == [False] * len(asked) + [True] * (len(example.ids) - len(asked))
+
+
+def test_a_dialogue_may_be_answered_with_a_template_that_rewrites_earlier_turns(configure: Any, tmp_path: Path) -> None:
+    path = saved_target(tmp_path / "rewriting", REWRITES_EARLIER)
+    messages = [{"role": role, "content": "a#b"} for role in ("user", "assistant", "user")]
+    config = configure([{"prompt": messages}], target=TargetConfig(path=str(path), dtype="float32"))
+    assert prepare.prepare(config)["examples"] == {"train": 1, "heldout": 0}
+
+
+def test_the_thinking_mode_reaches_the_prompts(configure: Any, tmp_path: Path) -> None:
+    path = saved_target(tmp_path / "thinking", THINKING)
+    for thinking in (False, True):
+        output = tmp_path / f"{thinking}"
+        config = configure([{"prompt": "a"}], target=TargetConfig(path=str(path), dtype="float32"), output=output)
+        prepare.prepare(dataclasses.replace(config, enable_thinking=thinking))
+        (example,) = load_examples(output, "train")
+        assert ("<think></think>" in TOKENIZER.decode(example.ids[~example.loss_mask])) is not thinking
 
 
 def test_skipped_prompts_are_counted_and_listed(configure: Any, tmp_path: Path) -> None:
@@ -489,7 +528,11 @@ def test_what_a_crash_left_of_the_last_line_is_not_trusted(
 ) -> None:
     file = journal_of(configure, monkeypatch, tmp_path) / "answers.jsonl"
     file.write_bytes(file.read_bytes() + tail)
-    assert prepare.prepare(configure(ROWS))["resumed_answers"] == 4
+    interrupt(monkeypatch, after_batches=1)
+    with pytest.raises(Killed):
+        prepare.prepare(configure(ROWS, batch_size=2))
+    interrupt(monkeypatch, after_batches=99)
+    assert prepare.prepare(configure(ROWS))["resumed_answers"] == 6
     assert len(load_examples(tmp_path / "data", "train")) == 7
 
 

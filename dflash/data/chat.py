@@ -184,7 +184,8 @@ def _marked_by_template(
     mask = np.array(encoded["assistant_masks"], dtype=np.bool_)
     is_end = np.isin(full.ids, list(end_token_ids))
     for i in range(1, len(mask)):
-        same_character = full.spans[i] == full.spans[i - 1]  # a character of several bytes is several tokens
+        # A character of several bytes is several tokens, of which tokenizers before 0.23 find only the first.
+        same_character = full.spans[i] == full.spans[i - 1]
         if mask[i - 1] and (same_character or (is_end[i] and not is_end[i - 1])):
             mask[i] = True
     return [(start, _after_end_token(is_end, start, stop)) for start, stop in _runs(mask)]

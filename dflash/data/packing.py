@@ -50,7 +50,7 @@ class PackedStream:
         self.truncated = admitted.truncated
         if not admitted.examples:
             raise DataError(_nothing_left(len(examples), self.skipped))
-        self._examples = sorted(admitted.examples, key=lambda example: (-len(example.ids), example.sample_id))
+        self._examples = sorted(admitted.examples, key=lambda example: -len(example.ids))
         self._hashes = _hash_ids([example.sample_id for example in self._examples])
         lengths = [len(example.ids) for example in self._examples]
         self._lengths = np.array(lengths, dtype=np.int64)
