@@ -104,4 +104,4 @@ def _run(*arguments: str) -> str:
     git = shutil.which("git")
     if git is None:
         raise FileNotFoundError("git")
-    return subprocess.run((git, *arguments), capture_output=True, text=True, check=True, timeout=30).stdout  # noqa: S603 - git
+    return subprocess.run((git, *arguments), capture_output=True, text=True, check=True, timeout=30).stdout

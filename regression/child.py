@@ -57,9 +57,7 @@ def run_to_success(command: Sequence[str], *, log: Path, timeout_seconds: float)
 
 def _run(command: Sequence[str], *, log: Path, timeout_seconds: float) -> tuple[int, bytes]:
     with log.open("wb") as errors:
-        child = subprocess.Popen(  # noqa: S603 - the command is this project's own
-            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             output, _ = child.communicate(timeout=timeout_seconds)
         except subprocess.TimeoutExpired as error:

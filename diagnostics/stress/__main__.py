@@ -75,7 +75,7 @@ def _child(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     command += ["--threads", str(options.threads), "--seed", str(options.seed)]
     limit = options.seconds + _START_AND_END_SECONDS
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)  # noqa: S603 - our own module
+        child = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         return {"failure": f"hung: no end within {limit:.0f} s, killed"}
     if child.returncode == 0:
