@@ -26,6 +26,7 @@ from dflash.modeling.target import (
     supports_packing,
     text_config,
 )
+from dflash.modeling.warm_start import start_from_target
 from dflash.worker import DrafterModelWorker, TargetModelWorker
 
 SHOWN = 5  # skipped examples named in the notice; all are in skipped.jsonl
@@ -66,6 +67,8 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy) -> Par
     for device in placement.drafters:
         ends = FrozenEnds.from_model(model, device=device, dtype=_ends_dtype(device))
         drafters.append(DrafterModelWorker(config, shape, ends, device, policy))
+    if config.drafter.init == "target":
+        start_from_target(drafters[0].drafter, model)  # the leader's weights are copied to all before the first step
     targets = []
     for (target, _), device in zip(models, placement.targets, strict=True):
         runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl")

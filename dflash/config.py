@@ -48,6 +48,7 @@ class DrafterConfig:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     attention: Literal["flex", "sdpa"] = "flex"
+    init: Literal["random", "target"] = "random"  # "target": copies of its first layers (dflash.modeling.warm_start)
 
     def __post_init__(self) -> None:
         _require(
