@@ -19,17 +19,17 @@ from dflash.config import (
 
 
 def tiny_cpu() -> RunConfig:
-    """The target of `fixtures/tiny_target` and a two-layer drafter, on two CPU cores: demo, tests, laptops."""
+    """The target of `fixtures/tiny_target` and a small drafter, on two CPU cores: demo, tests, laptops."""
     return RunConfig(
         preset="tiny-cpu",
         topology="1t+2d",
         devices="cpu",
         target=TargetConfig(path="fixtures/tiny_target/model", dtype="float32"),
-        drafter=DrafterConfig(block_size=8, num_layers=2, num_features=3, attention="sdpa"),
-        data=DataConfig(path=Path("runs/data"), sequence_length=512, rows_per_batch=2, num_anchors=48),
-        optim=OptimConfig(steps=500, batches_per_step=2, learning_rate=2e-3),
+        drafter=DrafterConfig(block_size=8, num_layers=3, num_features=3, attention="sdpa", init="target"),
+        data=DataConfig(path=Path("runs/data"), sequence_length=256, rows_per_batch=4, num_anchors=40),
+        optim=OptimConfig(steps=600, batches_per_step=2, learning_rate=3e-3),
         compile=CompileConfig(policy="prewarm", backend="aot_eager"),
-        checkpoint=CheckpointConfig(every_steps=250),
+        checkpoint=CheckpointConfig(every_steps=200),
     )
 
 
