@@ -24,7 +24,7 @@ from dflash.modeling.drafter import Drafter, DrafterShape, block_inputs, target_
 from dflash.modeling.feature_layers import check_layer_ids
 from dflash.modeling.masks import BlockLayout, dense_mask
 from dflash.modeling.random_targets import RANDOM_TARGETS
-from dflash.modeling.rope import RotaryEmbedding
+from dflash.modeling.rope import RotaryEmbedding, rotate
 
 TABLE = {  # reference 1.1, K = 5; 61 and 62 layers round halves to even
     24: (1, 6, 11, 16, 21),
@@ -361,6 +361,14 @@ def test_blocks_are_the_anchor_and_masks_at_positions_of_the_document() -> None:
         [int(tokens[1, 4]), MASK, MASK, MASK, MASK, MASK, MASK, MASK, MASK],
     ]
     assert positions[:, :6].tolist() == [[2, 3, 4, 2, 3, 4], [4, 5, 6, 0, 1, 2]]
+
+
+def test_norms_and_rotation_of_bf16_compute_in_fp32_and_round_once() -> None:
+    x = random_tensor(1, 2, 50, 16).bfloat16()
+    norm = lively_drafter(tiny_shape()).layers[0].self_attn.q_norm
+    assert torch.equal(norm(x), norm(x.float()).bfloat16())
+    cos, sin = RotaryEmbedding({"rope_theta": 1e4}, 16, 4096)(torch.arange(4000, 4050)[None])
+    assert torch.equal(rotate(x, cos, sin), rotate(x.float(), cos, sin).bfloat16())
 
 
 def test_autocast_computes_in_bf16_and_leaves_fp32_gradients() -> None:
