@@ -22,6 +22,7 @@ from dflash.checkpoint import CheckpointError
 from dflash.config import ConfigError, EvaluateConfig, PrepareConfig, RunConfig
 from dflash.data.examples import DataError
 from dflash.engine.queue import WorkerFailed
+from dflash.modeling.contract import ContractError, write_export
 
 USAGE = """usage: python -m dflash COMMAND ...
   prepare   prompts to conversations answered by the target: --prompts FILE --output DIR --target.path TARGET
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except ContractError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except WorkerFailed as failure:
         cause = failure.__cause__ or failure
         traceback.print_exception(cause, file=sys.stderr)
@@ -84,8 +88,6 @@ def evaluate_command(arguments: list[str]) -> dict[str, Any]:
 
 def export_command(arguments: list[str]) -> dict[str, Any]:
     """`export`."""
-    from dflash.modeling.contract import write_export  # noqa: PLC0415 - see train_command
-
     config = tyro.cli(ExportConfig, prog="python -m dflash export", args=arguments)
     directory = checkpoint.resolve(config.run, config.checkpoint)
     state = checkpoint.load(directory)

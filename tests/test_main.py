@@ -1,0 +1,104 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+from helpers_training import make_config
+
+from dflash import __main__ as command
+from dflash.config import ConfigError, RunConfig, run_config_from_dict, to_dict
+from dflash.modeling import contract
+from dflash.presets import PRESETS
+from dflash.trainer import train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("main") / "run"
+    train(make_config(output, optim={"steps": 1}))
+    return output
+
+
+def flags(output: Path) -> list[str]:
+    text = (
+        "train --preset tiny-cpu --target.path random:qwen3 --target.mask-token-id 5 "
+        "--drafter.init random --data.path synthetic:8 --data.sequence-length 32 --data.num-anchors 4 "
+        "--optim.steps 2 --telemetry.wandb off --compile.policy eager"
+    )
+    return [*text.split(), "--output", str(output)]
+
+
+def test_the_last_line_of_train_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([*flags(tmp_path / "run"), "--topology", "1t+2d", "--loss.kind", "dpace"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["preset"], result["topology"], result["steps"]) == ("tiny-cpu", "1t+2d", 2)
+    saved = run_config_from_dict(json.loads((tmp_path / "run" / "config.json").read_text()))
+    assert saved.loss.kind == "dpace"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--topology", "5t"], "not of the form Nt\\+Md"),
+        (["--data.sequence-length", "8"], "too short for a block"),
+        (["--preset", "large"], "unknown preset 'large': known are tiny-cpu"),
+        (["--data.path", "nowhere"], "not a directory of prepared data"),
+        (["--compile.policy", "prewarm", "--compile.backend", "magic"], "'magic' is not known to this torch"),
+        (["--drafter.attention", "flex"], "cannot train flex_attention on a CPU"),
+    ],
+)
+def test_bad_settings_exit_with_2_and_say_what_to_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], message: str
+) -> None:
+    arguments = flags(tmp_path / "run")
+    if change[0] == "--preset":
+        arguments[2] = change[1]
+    else:
+        arguments += change
+    try:
+        code = command.main(arguments)
+    except SystemExit as stop:  # a value that the configuration itself refuses is reported by the argument parser
+        code = stop.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+
+
+def test_an_unknown_flag_is_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.main([*flags(tmp_path / "run"), "--optim.learningrate", "1"])
+    assert caught.value.code == 2
+    assert "learningrate" in capsys.readouterr().err
+
+
+def test_an_unknown_key_of_a_saved_configuration_is_named() -> None:
+    values = to_dict(RunConfig())
+    values["optim"]["momentum"] = 0.9
+    with pytest.raises(ConfigError, match=r"unknown key optim\.momentum: known are steps"):
+        run_config_from_dict(values)
+
+
+def test_export_writes_the_released_form_and_refuses_what_a_server_would_misread(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command.main(["export", str(run), str(tmp_path / "out"), "--checkpoint", "last"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 1
+    assert contract.check_export(tmp_path / "out") == []
+    monkeypatch.setattr(contract, "check_export", lambda _: ["fc.weight is missing"])
+    assert command.main(["export", str(run), str(tmp_path / "other")]) == 1
+    assert "fc.weight is missing" in capsys.readouterr().err
+    assert command.main(["export", str(tmp_path / "empty"), str(tmp_path / "third")]) == 2
+
+
+def test_usage_without_a_command_is_an_error_and_help_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([]) == 2
+    assert command.main(["--help"]) == 0
+    output = capsys.readouterr().out
+    assert all(name in output for name in PRESETS)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_survives_a_round_trip_through_json(name: str) -> None:
+    config = PRESETS[name]()
+    assert config.preset == name
+    assert run_config_from_dict(json.loads(json.dumps(to_dict(config)))) == config
