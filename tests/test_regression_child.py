@@ -50,25 +50,37 @@ def test_much_standard_error_blocks_nobody_and_its_end_is_kept(tmp_path: Path) -
     assert (tmp_path / "stderr.log").stat().st_size == 1_000_005
 
 
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 def test_a_hanging_child_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "_GRACE_SECONDS", 0.5)
     code = f"""
         import signal, subprocess, sys, time
-        grandchild = subprocess.Popen((sys.executable, "-c", "import time; time.sleep(600)"))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and so does what it starts
+        grandchild = subprocess.Popen((sys.executable, "-c", "import time; time.sleep(60)"), stdout=subprocess.DEVNULL)
         open({str(tmp_path / "pid")!r}, "w").write(str(grandchild.pid))
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(600)
+        time.sleep(60)
         """
     with pytest.raises(ChildFailed, match="did not end within 5 s and was killed"):
         run(code, tmp_path, timeout_seconds=5.0)
-    pid = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    grandchild = int((tmp_path / "pid").read_text())
+    assert psutil.wait_procs([psutil.Process(grandchild)] if alive(grandchild) else [], timeout=20)[1] == []
 
 
 def test_a_child_that_listens_is_asked_first(tmp_path: Path) -> None:
-    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); time.sleep(600)"
+    code = f"""
+        import pathlib, signal, sys, time
+        def asked(*_):
+            pathlib.Path({str(tmp_path / "asked")!r}).touch()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, asked)
+        time.sleep(60)
+        """
     with pytest.raises(ChildFailed, match="was ended by SIGTERM"):
-        run(code, tmp_path, timeout_seconds=2.0)
+        run(code, tmp_path, timeout_seconds=5.0)
+    assert (tmp_path / "asked").exists()
 
 
 def test_a_child_has_its_own_process_group(tmp_path: Path) -> None:

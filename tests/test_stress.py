@@ -22,7 +22,7 @@ def test_threads_that_only_call_after_a_warm_up_are_clean() -> None:
     command = (sys.executable, "-m", "diagnostics.stress.runner", "protected", "--seconds", "1", "--threads", "4", "--seed", "1")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     result = json.loads(done.stdout.splitlines()[-1])
-    assert (done.returncode, unclean(result), result["not_observed"]) == (0, [], [])
+    assert (done.returncode, unclean(result), result["not_observed"]) == (0, [], []), result["examples"]
     assert set(result["actions"]) == {"compiled call", "compiled forward and backward", "module call"}
 
 
