@@ -62,6 +62,7 @@ class CompilePolicy:
         self._after_warmup: list[tuple[str, str]] = []
         self._frozen = False
         self._graph_breaks_before = 0
+        self._warnings_before: frozenset[str] = frozenset()  # a process remembers them for ever
 
     def compiled(self, module: nn.Module) -> Callable[..., torch.Tensor]:
         """The module as the policy lets it run. Raises ConfigError on an unknown backend."""
@@ -85,6 +86,7 @@ class CompilePolicy:
     def watching(self) -> Iterator[None]:
         """Count every compile of the process, and make room in Dynamo's cache for all drafters. Restores what it changes."""
         self._graph_breaks_before = sum(counters["graph_break"].values())
+        self._warnings_before = frozenset(seams.fallback_warnings())
         limit = max(torch._dynamo.config.recompile_limit, ENTRIES_PER_DRAFTER * self._num_drafters)
         handle = register_bytecode_hook(self._on_compile)
         try:
@@ -121,7 +123,7 @@ class CompilePolicy:
         """The counters now. Calls still running in another thread count as fallbacks until they return: ask between steps."""
         graph_breaks = sum(counters["graph_break"].values()) - self._graph_breaks_before
         with self._lock:
-            fallbacks = list(seams.fallback_warnings())
+            fallbacks = [warning for warning in seams.fallback_warnings() if warning not in self._warnings_before]
             if self._calls > self._graph_runs:
                 fallbacks.append(
                     f"{self._calls - self._graph_runs} of {self._calls} calls of compiled functions ran no compiled graph"

@@ -1,6 +1,7 @@
 """The tiny target and the text it is made from: tokenizer, split, prompts, committed weights, and its builder's bounds."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from fixtures import stdlib_text, tiny_target
-from fixtures.stdlib_text import Pair, SourceFile, cut_pairs, read_corpus, sample_pairs, split_of
+from fixtures.stdlib_text import Pair, SourceFile, cut_pairs, largest, read_corpus, sample_pairs, split_of
 from fixtures.tiny_target import build, quality, recipe
 from fixtures.tiny_target.quality import Bounds, Quality, bits_per_byte, check, greedy_answers, is_loop
 from fixtures.tiny_target.training import Schedule, make_stream
@@ -74,7 +75,7 @@ def test_pairs_are_encoded_as_the_chat_template_does(prompt: str, answer: str) -
     chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     question = TOKENIZER.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert question == recipe.encode_prompt(prompt)
-    pair = Pair(name="a.py", line=1, prompt=prompt, answer=answer)
+    pair = Pair(name="a.py", line=1, start=0, prompt=prompt, answer=answer)
     assert TOKENIZER.apply_chat_template(chat, return_dict=True)["input_ids"] == recipe.encode_pair(pair)
 
 
@@ -141,19 +142,35 @@ def test_a_pair_is_a_slice_of_its_file_cut_where_a_statement_starts_and_a_line_e
 
 
 def test_prompts_are_unique_and_a_larger_count_only_appends(heldout: list[SourceFile]) -> None:
-    many = sample_pairs(heldout, count=2000, seed=7)
-    assert len({pair.prompt for pair in many}) == len({pair.id for pair in many}) == 2000
+    many = sample_pairs(heldout, count=1000, seed=7)
+    assert len({pair.prompt for pair in many}) == len({pair.id for pair in many}) == 1000
     assert sample_pairs(heldout, count=50, seed=7) == many[:50]
     assert sample_pairs(heldout, count=50, seed=8) != many[:50]
 
 
 def test_a_prompt_that_occurs_twice_is_given_once() -> None:
-    repeated = SourceFile(name="a.py", text="def first(value):\n    return value.strip().lower()\n\n\n" * 400)
-    num_unique = len({pair.prompt for pair in cut_pairs(repeated, seed=0)})
-    assert num_unique < len(list(cut_pairs(repeated, seed=0)))
-    assert len({pair.prompt for pair in sample_pairs([repeated], count=num_unique, seed=0)}) == num_unique
-    with pytest.raises(ValueError, match=f"ask for 0 to {num_unique}"):
-        sample_pairs([repeated], count=num_unique + 1, seed=0)
+    text = "def first(value):\n    return value.strip().lower()\n\n\n" * 12
+    copies = [SourceFile(name=f"{number}.py", text=text) for number in range(40)]
+    num_unique = len({pair.prompt for file in copies for pair in cut_pairs(file, seed=0)})
+    with pytest.raises(ValueError, match=r"ask for 0 to \d+") as caught:
+        sample_pairs(copies, count=10_000, seed=0)
+    num_given = int(str(caught.value).rsplit(" ", 1)[1])
+    assert num_given <= num_unique
+    assert len({pair.prompt for pair in sample_pairs(copies, count=num_given, seed=0)}) == num_given
+
+
+def test_no_two_pairs_share_a_character_of_a_file(heldout: list[SourceFile]) -> None:
+    pairs = sorted(sample_pairs(heldout, count=1000, seed=3), key=lambda pair: (pair.name, pair.start))
+    assert all(one.name != two.name or one.end <= two.start for one, two in itertools.pairwise(pairs))
+    texts = {file.name: file.text for file in heldout}
+    assert all(texts[pair.name][pair.start : pair.end] == pair.prompt + pair.answer for pair in pairs)
+
+
+def test_the_largest_files_are_chosen(heldout: list[SourceFile]) -> None:
+    chosen = largest(heldout, 3)
+    assert sorted((len(file.text) for file in chosen), reverse=True) == sorted((len(f.text) for f in heldout), reverse=True)[:3]
+    with pytest.raises(ValueError, match=f"ask for 1 to {len(heldout)}"):
+        largest(heldout, len(heldout) + 1)
 
 
 def test_the_command_writes_the_same_prompts_every_time(tmp_path: Path, heldout: list[SourceFile]) -> None:
