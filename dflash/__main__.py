@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from safetensors import SafetensorError
 
-from dflash import checkpoint, presets
+from dflash import checkpoint, events, presets
 from dflash.checkpoint import CheckpointError
 from dflash.config import ConfigError, EvaluateConfig, PrepareConfig, RunConfig
 from dflash.data.examples import DataError
@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (OSError, SafetensorError) as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
     except ContractError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -61,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exception(cause, file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
         return 1
-    print(json.dumps(_finite(result)), flush=True)
+    print(json.dumps(events.finite(result)), flush=True)
     return 1 if _found_something(result) else 0
 
 
@@ -117,17 +120,6 @@ def _preset_of(arguments: list[str]) -> RunConfig:
 
 def _found_something(result: dict[str, Any]) -> bool:
     return any(result.get(key) for key in ("fx_errors", "recompiles_after_warmup", "fallbacks"))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: an unknown number is null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 if __name__ == "__main__":

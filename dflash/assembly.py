@@ -13,7 +13,7 @@ from dflash import events
 from dflash.batch import TargetStates
 from dflash.compile_policy import CompilePolicy
 from dflash.config import ConfigError, RunConfig
-from dflash.data.examples import check_matches, load_examples, load_meta
+from dflash.data.examples import DataError, check_matches, load_examples, load_meta
 from dflash.data.packing import PackedStream
 from dflash.data.synthetic import is_synthetic, synthetic_examples
 from dflash.engine.devices import Placement
@@ -100,7 +100,13 @@ def _streams(config: RunConfig, settings: Any, mask_token_id: int) -> tuple[Pack
         if config.data.validation_batches:
             events.record("notice", text=f"{path} has no held-out examples: checkpoints are ordered by training loss")
         return stream, None
-    return stream, PackedStream(held, config.data, seed=config.seed, pad_token_id=meta.pad_token_id)
+    try:
+        return stream, PackedStream(held, config.data, seed=config.seed, pad_token_id=meta.pad_token_id)
+    except DataError as error:
+        events.record(
+            "notice", text=f"no validation, checkpoints are ordered by training loss: of the held-out examples, {error}"
+        )
+        return stream, None
 
 
 def _report_skipped(config: RunConfig, stream: PackedStream) -> None:

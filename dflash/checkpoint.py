@@ -29,6 +29,7 @@ from dflash.modeling.drafter import Drafter, DrafterShape
 
 FORMAT = "dflash-harness checkpoint 1"
 MARKER = "COMPLETE"
+EARLIER = "use an earlier one: remove this directory, and --resume goes on from the one before"
 FILES = ("drafter.safetensors", "optimizer.safetensors", "state.json")
 
 
@@ -84,10 +85,12 @@ def save(run: Path, state: TrainState) -> Path:
         for name in (*FILES, MARKER):
             _fsync(aside / name)
         _fsync(aside)
+        replaced = final.with_name(f".{final.name}.{os.getpid()}.replaced.partial")
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(replaced)
         aside.rename(final)
         _fsync(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
@@ -111,7 +114,8 @@ def prune(run: Path, *, keep_last: int, keep: frozenset[str] = frozenset()) -> l
 
 def list_complete(run: Path) -> list[str]:
     """Names of the checkpoints with a marker, oldest first."""
-    return sorted(p.parent.name for p in checkpoint_dir(run).glob(f"step-*/{MARKER}"))
+    names = [p.parent.name for p in checkpoint_dir(run).glob(f"step-*/{MARKER}")]
+    return sorted(names, key=lambda name: int(name.removeprefix("step-")))
 
 
 def resolve(run: Path, name: str) -> Path:
@@ -177,7 +181,15 @@ def check_resumable(state: TrainState, config: RunConfig, shape: DrafterShape) -
             raise CheckpointError(
                 f"the checkpoint's drafter has {field.name} {old!r}, this run asks for {new!r}: use the same, or another --output"
             )
-    sections = (("seed", state.config.seed, config.seed), *_differences(state.config, config))
+    sections = (
+        ("seed", state.config.seed, config.seed),
+        ("data.path", state.config.data.path, config.data.path),
+        *(
+            (f"target.{n}", getattr(state.config.target, n), getattr(config.target, n))
+            for n in ("path", "gguf_file", "dtype", "seed")
+        ),
+        *_differences(state.config, config),
+    )
     for key, old, new in sections:
         if old != new:
             raise CheckpointError(
@@ -209,14 +221,12 @@ def _verify(directory: Path) -> None:
             if found != expected["bytes"]:
                 raise CheckpointError(
                     f"{directory / name} has {found} bytes, its marker says {expected['bytes']}: it is truncated or was "
-                    f"changed; use an earlier checkpoint"
+                    f"changed; {EARLIER}"
                 )
             if _sha256(directory / name) != expected["sha256"]:
-                raise CheckpointError(f"{directory / name} does not match its marker: it was changed; use an earlier checkpoint")
+                raise CheckpointError(f"{directory / name} does not match its marker: it was changed; {EARLIER}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{directory} is not a complete checkpoint ({type(error).__name__}: {error}); use an earlier one"
-        ) from error
+        raise CheckpointError(f"{directory} is not a complete checkpoint ({type(error).__name__}: {error}); {EARLIER}") from error
 
 
 def _sha256(path: Path) -> str:

@@ -7,6 +7,7 @@ A preset (`dflash.presets`) is a function that returns a `RunConfig`; the comman
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,7 +111,12 @@ class OptimConfig:
     def __post_init__(self) -> None:
         _require(self.steps >= 1, f"optim.steps is {self.steps}: use at least 1")
         _require(self.batches_per_step >= 1, f"optim.batches-per-step is {self.batches_per_step}: use at least 1")
-        _require(self.learning_rate > 0, f"optim.learning-rate is {self.learning_rate}: use a positive number")
+        for name in ("learning_rate", "clip"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value > 0, f"optim.{name.replace('_', '-')} is {value}: use a positive number")
+        _require(0 <= self.weight_decay < math.inf, f"optim.weight-decay is {self.weight_decay}: use 0 or a positive number")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"optim.{name} is {getattr(self, name)}: use a number in [0, 1)")
         for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
             _require(
                 0 <= getattr(self, name) <= 1, f"optim.{name.replace('_', '-')} is {getattr(self, name)}: use a number in [0, 1]"
@@ -147,6 +153,10 @@ class TelemetryConfig:
     wandb: Literal["auto", "online", "offline", "off"] = "auto"  # auto: online with a key, else offline
     log_every_steps: int = 10
     queue_items: int = 4  # capacity of the queue between target and drafters
+
+    def __post_init__(self) -> None:
+        for name in ("log_every_steps", "queue_items"):
+            _require(getattr(self, name) >= 1, f"telemetry.{name.replace('_', '-')} is {getattr(self, name)}: use at least 1")
 
 
 @dataclass(frozen=True)
@@ -222,9 +232,10 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         _require(0 <= self.heldout_fraction < 1, f"heldout-fraction is {self.heldout_fraction}: use a number in [0, 1)")
+        _require(self.limit is None or self.limit >= 1, f"limit is {self.limit}: use at least 1, or leave it out")
         _require(self.batch_size >= 1 and self.max_new_tokens >= 1, "batch-size and max-new-tokens must be at least 1")
         _require(self.cpu_threads >= 1, f"cpu-threads is {self.cpu_threads}: use at least 1")
-        _require(self.temperature >= 0, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
+        _require(0 <= self.temperature < math.inf, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +254,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         _require(self.max_prompts >= 1 and self.max_new_tokens >= 1, "max-prompts and max-new-tokens must be at least 1")
-        _require(self.temperature >= 0, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
+        _require(0 <= self.temperature < math.inf, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ the emitting thread: telemetry that fails is a failure, not a gap in the data.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +61,15 @@ def span(name: str, **fields: Any) -> Iterator[None]:
     finally:
         seconds = time.perf_counter() - started
         _emit("span", name, wall, duration_seconds=seconds, fields=fields)
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: such a number, anywhere in `value`, becomes None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def scalar(name: str, value: float, **fields: Any) -> None:

@@ -38,7 +38,7 @@ def _jsonl(path: Path) -> Iterator[None]:
 
         def write(event: events.Event) -> None:
             values = {key: value for key, value in vars(event).items() if value not in (None, {})}
-            line = json.dumps(values) + "\n"
+            line = json.dumps(events.finite(values)) + "\n"
             with lock:
                 file.write(line)
                 file.flush()

@@ -42,7 +42,6 @@ def train(config: RunConfig) -> dict[str, Any]:
     placement = place(config)
     resumed = _saved_state(config)
     config.output.mkdir(parents=True, exist_ok=True)
-    (config.output / "config.json").write_text(json.dumps(to_dict(config), indent=1))
     policy = CompilePolicy(config.compile, num_drafters=len(placement.drafters))
     with _cpu_threads(config), policy.watching(), _stop_on_signals() as stop:
         first_step = resumed.step if resumed else 0
@@ -50,10 +49,11 @@ def train(config: RunConfig) -> dict[str, Any]:
             parts = build(config, placement, policy)
             trainer = Trainer(config, placement, parts, policy, stop)
             trainer.start(resumed)
+            (config.output / "config.json").write_text(json.dumps(to_dict(config), indent=1))
             trainer.warm_up()
             with policy.frozen():
                 trainer.run(first_step)
-            result = trainer.result()
+            result = events.finite(trainer.result())
             events.record("result", **result)
     (config.output / "result.json").write_text(json.dumps(result, indent=1))
     return result
@@ -305,7 +305,12 @@ def step_stats(
 def _saved_state(config: RunConfig) -> TrainState | None:
     existing = checkpoint.list_complete(config.output)
     if config.resume:
-        return checkpoint.load(checkpoint.resolve(config.output, "last"))
+        state = checkpoint.load(checkpoint.resolve(config.output, "last"))
+        if state.step >= config.optim.steps:
+            raise CheckpointError(
+                f"{config.output} is finished: its last checkpoint is of step {state.step} of {config.optim.steps}"
+            )
+        return state
     if existing:
         raise CheckpointError(
             f"{config.output} already holds checkpoints up to {existing[-1]}: use --resume to go on, or another --output"

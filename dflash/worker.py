@@ -56,6 +56,8 @@ class TargetModelWorker:
         """The states of any batch, complete on this worker's device."""
         batch = batch.to(self.device)
         features, final_hidden = self._runner.run(batch)
+        if self.device.type == "cpu":  # there the drafter runs without autocast, in fp32
+            features, final_hidden = features.float(), None if final_hidden is None else final_hidden.float()
         synchronize(self.device)
         return TargetStates(batch=batch, features=features, final_hidden=final_hidden)
 

@@ -54,7 +54,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str, damage: str)
         path.write_bytes(content[: len(content) // 2])
     else:
         path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
-    with pytest.raises(CheckpointError, match="use an earlier"):
+    with pytest.raises(CheckpointError, match="use an earlier one: remove this directory"):
         checkpoint.load(directory)
 
 
@@ -112,3 +112,16 @@ def test_a_full_disk_keeps_the_earlier_checkpoint_and_says_so(tmp_path: Path) ->
     assert "Earlier ones are untouched" in done.stdout
     assert checkpoint.load(checkpoint.resolve(tmp_path, "last")).step == 1
     assert sorted(p.name for p in checkpoint.checkpoint_dir(tmp_path).iterdir()) == ["step-000001"]
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000):
+        checkpoint.save(tmp_path, make_state(tmp_path, step=step))
+    assert checkpoint.resolve(tmp_path, "last").name == "step-1000000"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, make_state(tmp_path, step=1, score=1.0))
+    directory = checkpoint.save(tmp_path, make_state(tmp_path, step=1, score=2.0))
+    assert checkpoint.load(directory).metrics == {"score": 2.0}
+    assert [path.name for path in checkpoint.checkpoint_dir(tmp_path).iterdir()] == ["step-000001"]

@@ -41,6 +41,11 @@ def test_the_last_line_of_train_is_one_json_object(tmp_path: Path, capsys: pytes
     [
         (["--topology", "5t"], "not of the form Nt\\+Md"),
         (["--data.sequence-length", "8"], "too short for a block"),
+        (["--optim.clip", "-1"], "optim.clip is -1.0: use a positive number"),
+        (["--optim.beta1", "1.0"], "optim.beta1 is 1.0"),
+        (["--telemetry.queue-items", "0"], "queue-items is 0: use at least 1"),
+        (["--target.path", "package:nope.nope"], "pip install --no-deps nope.nope"),
+        (["--output", "/proc/nowhere"], "FileNotFoundError"),
         (["--preset", "large"], "unknown preset 'large': known are tiny-cpu"),
         (["--data.path", "nowhere"], "not a directory of prepared data"),
         (["--compile.policy", "prewarm", "--compile.backend", "magic"], "'magic' is not known to this torch"),
@@ -102,3 +107,7 @@ def test_every_preset_survives_a_round_trip_through_json(name: str) -> None:
     config = PRESETS[name]()
     assert config.preset == name
     assert run_config_from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_a_bfloat16_target_trains_on_a_cpu(tmp_path: Path) -> None:
+    assert command.main([*flags(tmp_path / "run"), "--target.dtype", "bfloat16"]) == 0

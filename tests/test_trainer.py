@@ -237,14 +237,24 @@ def test_a_topology_or_device_that_does_not_fit_is_refused(tmp_path: Path) -> No
 
 def test_a_second_run_into_the_same_directory_needs_resume(tmp_path: Path) -> None:
     train(make_config(tmp_path / "run", optim={"steps": 1}))
+    before = (tmp_path / "run" / "config.json").read_text()
     with pytest.raises(CheckpointError, match="use --resume"):
         train(make_config(tmp_path / "run", optim={"steps": 1}))
+    with pytest.raises(CheckpointError, match="is finished: its last checkpoint is of step 1 of 1"):
+        train(make_config(tmp_path / "run", resume=True, optim={"steps": 1}))
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 1
+    (checkpoint.checkpoint_dir(tmp_path / "run") / "step-000001" / checkpoint.MARKER).unlink()
+    with pytest.raises(CheckpointError, match=r"target\.seed 0, this run asks for 9"):
+        train(make_config(tmp_path / "run", resume=True, optim={"steps": 1}, target={"seed": 9}))
+    with pytest.raises(CheckpointError, match=r"data\.path"):
+        train(make_config(tmp_path / "run", resume=True, optim={"steps": 1}, data={"path": Path("synthetic:20")}))
     with pytest.raises(CheckpointError, match=r"learning-rate 0.003, this run asks for 0.1"):
         train(make_config(tmp_path / "run", resume=True, optim={"steps": 1, "learning_rate": 0.1}))
     with pytest.raises(CheckpointError, match="block_size 4, this run asks for 5"):
         train(make_config(tmp_path / "run", resume=True, optim={"steps": 1}, drafter={"block_size": 5}))
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         train(make_config(tmp_path / "empty", resume=True))
+    assert (tmp_path / "run" / "config.json").read_text() == before
 
 
 def test_signal_handlers_threads_and_compile_state_are_restored(tmp_path: Path) -> None:

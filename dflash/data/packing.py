@@ -215,8 +215,9 @@ def _reason_to_skip(loss_mask: npt.NDArray[np.bool_], minimum: int, *, cut: bool
 def _nothing_left(num_examples: int, skipped: list[tuple[str, str]]) -> str:
     counts = Counter(reason for _, reason in skipped)
     reasons = "; ".join(f"{count} with {reason}" for reason, count in counts.most_common()) or "there are none"
+    named = f", for example {', '.join(sample_id for sample_id, _ in skipped[:5])}" if skipped else ""
     return (
-        f"none of {num_examples} examples can be trained on ({reasons}): "
+        f"none of {num_examples} examples can be trained on ({reasons}{named}): "
         "prepare more data, or change data.sequence-length or data.min-supervised-tokens"
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from dflash.data.chat import Message, PromptError
 from dflash.data.meta import DataError, Split
 
 ID_FIELD = "id"
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _LOCAL_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 
 Row = tuple[str, dict[str, Any]]  # where it stands ("line 3"), and its fields
@@ -94,6 +96,8 @@ def _messages(value: Any) -> list[Message]:
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise PromptError("a message without text role and content")
+    if any(_LONE_SURROGATE.search(message["content"]) for message in value):
+        raise PromptError("a lone surrogate, which is no text")
     if value[-1]["role"] != "user":
         raise PromptError("messages do not end with a user turn")
     if not value[-1]["content"].strip():

@@ -51,6 +51,7 @@ class Loaded:
     data: Path
     prompts: list[Prompt]
     skipped: list[Skipped]
+    step: int  # of the checkpoint
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def _load(config: EvaluateConfig) -> Loaded:
             f"checkpoint {config.checkpoint!r} is a path: name one of the run's checkpoints, for example best or last"
         )
     device = _device(config.device)
-    drafter, run, _ = load_drafter(config.run, config.checkpoint, device)
+    drafter, run, state = load_drafter(config.run, config.checkpoint, device)
     data = config.data if config.data is not None else run.data.path
     meta, examples = load_meta(data), load_examples(data, "heldout")
     model, _ = load_target(run.target, device=device)
@@ -124,7 +125,7 @@ def _load(config: EvaluateConfig) -> Loaded:
         )
     dtype = getattr(torch, run.target.dtype)
     ends = FrozenEnds.from_model(model, device, dtype)
-    return Loaded(model, ends, drafter.to(dtype).eval(), run, meta, data, prompts, skipped)
+    return Loaded(model, ends, drafter.to(dtype).eval(), run, meta, data, prompts, skipped, state.step)
 
 
 def _device(name: str) -> torch.device:
@@ -132,6 +133,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device {name!r} is not known to torch: use cpu or cuda:INDEX") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported: use cpu or cuda:INDEX")
     needed, found = (device.index or 0) + 1, torch.cuda.device_count()
     if device.type == "cuda" and needed > found:
         raise ConfigError(f"device {name!r} needs {needed} GPUs, found {found}: use --device cpu")
@@ -142,6 +145,7 @@ def _describe(config: EvaluateConfig, loaded: Loaded) -> dict[str, Any]:
     return {
         "run": str(config.run),
         "checkpoint": config.checkpoint,
+        "step": loaded.step,
         "target": loaded.run.target.path,
         "data": str(loaded.data),
         "device": config.device,

