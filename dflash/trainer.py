@@ -53,7 +53,7 @@ def train(config: RunConfig) -> dict[str, Any]:
             trainer.warm_up()
             with policy.frozen():
                 trainer.run(first_step)
-            result = events.finite(trainer.result())
+            result: dict[str, Any] = events.finite(trainer.result())
             events.record("result", **result)
     (config.output / "result.json").write_text(json.dumps(result, indent=1))
     return result
