@@ -1,13 +1,15 @@
 """One stress scenario in this process, under the probes; prints its counts as JSON on the last line of standard output.
 
-`protected` is what a trainer does: one thread compiles everything, forward and backward, then N threads only call. It must
-be clean. `unprotected` mixes traces, first compiles and calls in all threads: it shows what this torch does without protection.
+`protected` is what a trainer does: one thread compiles everything, forward and backward, then recompiles are forbidden
+(stance fail_on_recompile, which also avoids F19) and N threads only call. It must be clean. `unprotected` mixes traces, first
+compiles and calls in all threads: it shows what this torch does without protection.
 The seed decides what each thread does, not when: a replay repeats the actions, and the machine chooses the interleaving.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import sys
@@ -146,12 +148,14 @@ def run(kind: str, *, seconds: float, threads: int, seed: int) -> dict[str, Any]
 
         workers = [threading.Thread(target=work, args=(index,), name=f"stress-{index}") for index in range(threads)]
         interval = sys.getswitchinterval()
+        stance = torch.compiler.set_stance("fail_on_recompile") if kind == "protected" else contextlib.nullcontext()
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         try:
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
+            with stance:
+                for worker in workers:
+                    worker.start()
+                for worker in workers:
+                    worker.join()
         finally:
             sys.setswitchinterval(interval)
     observations = log.observations()
