@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash.data.meta import DataError
+from dflash.modeling.attention import decoding_kernels
 
 _NOT_FINITE = -1
 
@@ -71,7 +72,8 @@ def answer(
     cache = DynamicCache(config=model.config)
     arguments: dict[str, Any] = {_cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
     for step in range(sampling.max_new_tokens):
-        output = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **arguments)
+        with decoding_kernels():
+            output = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **arguments)
         tokens = _choose(output.logits[:, -1], sampling.temperature, uniforms[rows, step])
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             if token == _NOT_FINITE:

@@ -33,6 +33,7 @@ from dflash.config import ConfigError
 from dflash.decoding.acceptance import RoundStats
 from dflash.decoding.sampling import TokenChooser
 from dflash.decoding.target_session import TargetSession
+from dflash.modeling.attention import decoding_kernels
 from dflash.modeling.drafter import Drafter
 from dflash.modeling.target import FrozenEnds
 
@@ -114,7 +115,7 @@ def speculate(
     `prompt_ids` [P], on any device. Sampling depends on (seed, request) and the position alone. Raises ConfigError for a
     target whose cache cannot be cropped, or which lacks the layers the drafter reads, for an empty prompt and for no tokens.
     """
-    with TargetSession(target_model, drafter.shape.target_layer_ids) as target:
+    with TargetSession(target_model, drafter.shape.target_layer_ids) as target, decoding_kernels():
         drafting = DraftSession(drafter, ends)
         chooser = _chooser(target_model, max_new_tokens, drafter.shape.block_size, temperature, (seed, request))
         return _decode(target, drafting, chooser, _prompt(target_model, prompt_ids), max_new_tokens, frozenset(eos_ids))
@@ -131,7 +132,7 @@ def plain(
     request: int = 0,
 ) -> Generation:
     """Decode one request without drafts: the same loop with blocks of one token. Arguments as in `speculate`."""
-    with TargetSession(target_model, ()) as target:
+    with TargetSession(target_model, ()) as target, decoding_kernels():
         chooser = _chooser(target_model, max_new_tokens, 1, temperature, (seed, request))
         return _decode(target, None, chooser, _prompt(target_model, prompt_ids), max_new_tokens, frozenset(eos_ids))
 

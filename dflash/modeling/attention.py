@@ -9,11 +9,13 @@ goes to scaled_dot_product_attention: the way on CPUs and in decoding.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dflash.config import ConfigError
@@ -51,3 +53,11 @@ def build_mask(layout: BlockLayout, backend: Literal["flex", "sdpa"], device: to
             "drafter.attention is flex, but torch cannot train flex_attention on a CPU: use --drafter.attention sdpa"
         )
     return flex_mask(layout.to(device))
+
+
+def decoding_kernels() -> AbstractContextManager[None]:
+    """Kernels of scaled_dot_product_attention for decoding; for the whole process, until the block ends.
+
+    All but cuDNN's, which makes a new plan for every length, and a growing cache has another length at every token.
+    """
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
