@@ -249,6 +249,7 @@ class EvaluateConfig:
     max_new_tokens: int = 256
     temperature: float = 0.0
     device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] | None = None  # None: the run's target.dtype; float32 shows exact equality
     seed: int = 0
     baseline: bool = True  # also decode plainly, for the wall-clock ratio and the lossless check
 

@@ -111,6 +111,12 @@ def test_two_evaluations_differ_in_seconds_only(run: Path) -> None:
     assert first == second
 
 
+def test_another_dtype_than_the_run_s_is_used_and_reported(run: Path) -> None:
+    half = evaluate(settings(run, dtype="bfloat16"))
+    assert half["dtype"] == "bfloat16"
+    assert evaluate(settings(run))["dtype"] == "float32"
+
+
 def test_without_a_baseline_nothing_is_claimed(run: Path) -> None:
     result = evaluate(settings(run, baseline=False))
     assert result["lossless"] is None

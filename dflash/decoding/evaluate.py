@@ -10,6 +10,7 @@ The drafter runs in the target's dtype, as it would be served. One prompt at a t
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -113,6 +114,7 @@ def _load(config: EvaluateConfig) -> Loaded:
     drafter, run, state = load_drafter(config.run, config.checkpoint, device)
     data = config.data if config.data is not None else run.data.path
     meta, examples = load_meta(data), load_examples(data, "heldout")
+    run = dataclasses.replace(run, target=dataclasses.replace(run.target, dtype=config.dtype or run.target.dtype))
     model, _ = load_target(run.target, device=device)
     text = text_config(model)
     check_fit(drafter.shape, text, f"checkpoint {config.checkpoint} of {config.run}", run.target.path)
