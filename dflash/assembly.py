@@ -54,7 +54,10 @@ class Parts:
 
 def build(config: RunConfig, placement: Placement, policy: CompilePolicy) -> Parts:
     """Load and connect everything. Raises ConfigError or DataError where two parts do not fit."""
-    models = [load_target(config.target, device=device) for device in placement.targets]
+    models = []
+    for number, device in enumerate(placement.targets):
+        events.record("phase", text=f"loading target {number + 1} of {len(placement.targets)} on {device}")
+        models.append(load_target(config.target, device=device))
     model, tokenizer = models[0]
     settings = text_config(model)
     mask_token_id = resolve_mask_token_id(config.target, tokenizer, settings.vocab_size)
@@ -64,6 +67,7 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy) -> Par
     stream, heldout = _streams(config, settings, mask_token_id)
     _report_skipped(config, stream)
     drafters = []
+    events.record("phase", text=f"building {len(placement.drafters)} drafters")
     for device in placement.drafters:
         ends = FrozenEnds.from_model(model, device=device, dtype=_ends_dtype(device))
         drafters.append(DrafterModelWorker(config, shape, ends, device, policy))

@@ -58,7 +58,7 @@ def _console(config: RunConfig, *, first_step: int) -> Iterator[None]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("train", total=config.optim.steps, completed=first_step)
+        task = progress.add_task("starting", total=config.optim.steps, completed=first_step)
 
         def show(event: events.Event) -> None:
             if event.name == "step":
@@ -66,6 +66,10 @@ def _console(config: RunConfig, *, first_step: int) -> Iterator[None]:
                 progress.update(task, completed=values["step"])
                 if values["step"] % config.telemetry.log_every_steps == 0 or values["step"] == config.optim.steps:
                     progress.console.print(_step_line(values), highlight=False, soft_wrap=True)
+            elif event.name == "phase":
+                progress.update(task, description=event.fields["text"])
+                if not console.is_terminal:
+                    progress.console.print(event.fields["text"], highlight=False, soft_wrap=True)
             elif event.name == "checkpoint":
                 progress.console.print(
                     f"checkpoint {event.fields['directory']} {_metrics(event.fields['metrics'])}", highlight=False

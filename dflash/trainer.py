@@ -100,7 +100,9 @@ class Trainer:
         """Compile everything the run will call, one drafter after the other, forward and backward, in this thread."""
         started = time.perf_counter()
         first = self._parts.targets[0].produce(self._steps_done * self._config.optim.batches_per_step)
-        for drafter in self._parts.drafters:
+        for number, drafter in enumerate(self._parts.drafters):
+            what = f"drafter {number + 1} of {len(self._parts.drafters)} on {drafter.device}"
+            events.record("phase", text=f"warming up {what} ({self._policy.config.policy})")
             with torch.cuda.device(drafter.device) if drafter.device.type == "cuda" else contextlib.nullcontext():
                 drafter.accumulate(first)
                 drafter.take_contributions()
@@ -129,6 +131,7 @@ class Trainer:
             batches_per_step=per_step,
             finish_step=self.finish_step,
         )
+        events.record("phase", text="training")
         self._started = self._step_started = time.perf_counter()
         try:
             run_threads(self._run)

@@ -87,6 +87,15 @@ def test_the_result_has_the_promised_keys_and_counts_every_token(tmp_path: Path)
     assert Path(result["checkpoint"]).is_dir()
 
 
+def test_loading_and_warm_up_say_what_takes_so_long(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(make_config(tmp_path / "run", topology="1t+2d"))
+    shown = capfd.readouterr().err
+    wanted = ["loading target 1 of 1 on cpu", "building 2 drafters", "warming up drafter 1 of 2 on cpu (eager)",
+              "warming up drafter 2 of 2 on cpu (eager)", "training"]  # fmt: skip
+    places = [shown.index(text) for text in wanted]
+    assert places == sorted(places)
+
+
 def test_padding_is_not_counted_as_tokens(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", data={"path": tmp_path / "data", "validation_batches": 1}, optim={"steps": 2})
     write_synthetic(config, tmp_path / "data", lengths=[20, 21, 22, 23, 24, 25, 26])
