@@ -14,6 +14,7 @@ import platform
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,7 @@ def _run(*arguments: str) -> str:
     if git is None:
         raise FileNotFoundError("git")
     return subprocess.run((git, *arguments), capture_output=True, text=True, check=True, timeout=30).stdout
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(fingerprint(), indent=1) + "\n")

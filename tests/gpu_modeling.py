@@ -26,6 +26,8 @@ from dflash.modeling.loss import draft_loss
 from dflash.modeling.masks import BlockLayout, flex_mask
 from dflash.modeling.target import TargetRunner, load_target
 
+pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # exact fp32 is what is compared
+
 CUDA = torch.device("cuda")
 SHAPE = tiny_shape(
     hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64, block_size=16
