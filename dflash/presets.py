@@ -27,7 +27,7 @@ def tiny_cpu() -> RunConfig:
         target=TargetConfig(path="fixtures/tiny_target/model", dtype="float32"),
         drafter=DrafterConfig(block_size=8, num_layers=3, num_features=3, attention="sdpa", init="target"),
         data=DataConfig(path=Path("runs/data"), sequence_length=256, rows_per_batch=4, num_anchors=40),
-        optim=OptimConfig(steps=550, batches_per_step=2, learning_rate=3e-3),
+        optim=OptimConfig(steps=500, batches_per_step=2, learning_rate=3e-3),
         compile=CompileConfig(policy="prewarm", backend="aot_eager"),
         checkpoint=CheckpointConfig(every_steps=150),
     )
