@@ -57,9 +57,8 @@ CATALOGUE = {
         "patches of nn.Module are left behind by traces that ended out of order",
         "Each trace restores what it found when it began. When two overlap and the first ends first, the second restores the "
         "first's patch.",
-        "Restart the process; modules compiled from now on may silently stay uncompiled. To go on without a restart, restore "
-        "torch.nn.Module.__call__ and __getattr__ from _orig_module_call and _orig_module_getattr of torch.fx._symbolic_trace, "
-        f"and set CURRENT_PATCHER there to None. {_SERIAL}",
+        "Restart the process; modules compiled from now on may silently stay uncompiled. To go on without a restart, call "
+        f"dflash.fx.repair.repair() when no thread traces. {_SERIAL}",
     ),
     "F5-overlap": Failure(
         "two threads traced at the same time",
@@ -79,6 +78,27 @@ CATALOGUE = {
         "Fix the shapes, mark what varies as dynamic, or raise torch._dynamo.config.recompile_limit (from torch 2.12: in every "
         "thread, or as an argument of torch.compile). fullgraph=True turns such a fallback into an error.",
     ),
+    "F8": Failure(
+        "deadlock of the compile lock and autograd's device thread",
+        "A compile holds the lock and waits for a backward; autograd's one thread for this device runs another backward, whose "
+        "graph is compiled lazily and waits for the lock.",
+        "Compile forward and backward of everything in one thread before the others start; or run backward in the calling "
+        "thread (torch.autograd.set_multithreading_enabled(False)), or set "
+        "torch._functorch.config.force_non_lazy_backward_lowering. Holding a lock of your own around backward makes it worse.",
+    ),
+    "F9": Failure(
+        "a setting does not reach the thread that compiles",
+        "From torch 2.12 settings of torch._dynamo.config and torch._inductor.config belong to the thread that makes them; "
+        "other threads, autograd's own among them, see the defaults.",
+        "Make the setting at the start of every thread that compiles, pass it to torch.compile (recompile_limit=, options=), or "
+        "set its environment variable before torch is imported.",
+    ),
+    "F10": Failure(
+        "overlapping patches left a setting changed",
+        "Up to torch 2.11 a setting is one for the process: each config.patch restores what it found, and what it found was "
+        "another thread's patch.",
+        "Make settings once, before the threads start; do not use config.patch in threads.",
+    ),
     "F12": Failure(
         "several threads compiled the same function",
         "First calls that meet at the compile lock do not look at the cache again after waiting; devices have their own guards.",
@@ -95,6 +115,11 @@ CATALOGUE = {
         "three threads can set it back. Rare: seen twice in some tens of thousands of calls under stress.",
         "After the warm-up call under torch.compiler.set_stance('fail_on_recompile'), which switches this check off and still "
         "refuses to run uncompiled; or compile without fullgraph=True.",
+    ),
+    "stance": Failure(
+        "compiled functions were told to run uncompiled",
+        "torch.compiler.set_stance is one for the process: every thread's compiled functions follow it while it holds.",
+        "Set it where no other thread calls compiled functions, or use torch.compiler.disable on the function you mean.",
     ),
     "unclassified": Failure(
         "an exception that belongs to overlapping traces, of a kind that the catalogue does not tell apart",

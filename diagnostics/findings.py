@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from diagnostics.catalogue import CATALOGUE, match
+from diagnostics.journal import ProcessRecord
 from diagnostics.records import Finding, Observation, Severity
 
 _ORDER: dict[Severity, int] = {"error": 0, "hazard": 1, "info": 2}
@@ -30,6 +31,21 @@ def conclude(observations: Iterable[Observation]) -> tuple[Finding, ...]:
     errors = [finding for finding in merged.values() if finding.severity == "error"]
     kept = [finding for finding in merged.values() if not _explained(finding, errors)]
     return tuple(sorted(kept, key=lambda finding: (_ORDER[finding.severity], finding.id)))
+
+
+def conclude_all(processes: Sequence[ProcessRecord]) -> tuple[Finding, ...]:
+    """The findings of all processes, errors first; the same one of several processes is one, with all their labels."""
+    merged: dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], Finding] = {}
+    for record in processes:
+        for found in conclude(record.observations):
+            label = record.label if len(processes) > 1 else ""
+            key = (found.id, found.severity, found.who, found.where)
+            known = merged.get(key)
+            if known is None:
+                merged[key] = dataclasses.replace(found, process=label)
+            else:
+                merged[key] = dataclasses.replace(known, count=known.count + found.count, process=f"{known.process}, {label}")
+    return tuple(sorted(merged.values(), key=lambda finding: (_ORDER[finding.severity], finding.id)))
 
 
 def _merge(merged: dict[tuple[str, tuple[str, ...]], Finding], found: Finding) -> None:
@@ -112,6 +128,26 @@ def _exception(seen: Observation, findings: tuple[Finding, ...]) -> Finding | No
     return _finding(failure, "error", f"{seen.name} {seen.fields.get('seen')}: {message.splitlines()[0]}", seen)
 
 
+def _setting(seen: Observation) -> Finding:
+    values = f"{seen.name} is {seen.fields['seen']!r}"
+    if seen.fields["what"] == "left":
+        return _finding(
+            "F10", "error", f"{values} after the patches of {', '.join(seen.threads)}, it was {seen.fields['set_to']!r}", seen
+        )
+    setter, compiler = seen.threads
+    return _finding("F9", "hazard", f"{values} in {compiler}, which compiles; {setter} set it to {seen.fields['set_to']!r}", seen)
+
+
+def _stance(seen: Observation) -> Finding:
+    return _finding("stance", "hazard", f"{seen.name}, by {seen.threads[0]}", seen)
+
+
+def _deadlock(seen: Observation) -> Finding:
+    holder, waiter = seen.threads
+    detail = f"{waiter} waits for the compile lock, {holder} holds it and waits inside autograd"
+    return _finding("F8", "error", detail, seen)
+
+
 def _shared_compiles(observations: tuple[Observation, ...]) -> list[Finding]:
     functions: dict[tuple[str, tuple[str, ...]], list[Observation]] = {}
     for seen in observations:
@@ -133,4 +169,7 @@ _RULES: dict[str, Callable[[Observation], Finding | None]] = {
     "foreign_flag": _foreign_flag,
     "leak": _leak,
     "fallback": _fallback,
+    "setting": _setting,
+    "stance": _stance,
+    "deadlock": _deadlock,
 }

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from dflash.fx import seams
 from diagnostics.patch import NotObservable
 from diagnostics.probes.compiles import CompilesProbe
+from diagnostics.probes.config import ConfigProbe
 from diagnostics.probes.exceptions import ExceptionsProbe
 from diagnostics.probes.flag import FlagProbe
 from diagnostics.probes.modules import ModulesProbe
+from diagnostics.probes.threads import ThreadsProbe
 from diagnostics.probes.tracer import TracerProbe
 from diagnostics.records import Log
 
-PROBES = (TracerProbe, ModulesProbe, FlagProbe, CompilesProbe, ExceptionsProbe)
+PROBES = (TracerProbe, ModulesProbe, FlagProbe, CompilesProbe, ConfigProbe, ThreadsProbe, ExceptionsProbe)
 
 
 @contextlib.contextmanager
@@ -22,11 +24,16 @@ def observed() -> Iterator[Log]:
     """Attach every probe that this torch allows; the others are noted as not observed."""
     log = Log()
     with contextlib.ExitStack() as stack:
-        for probe in PROBES:
-            try:
-                stack.enter_context(probe(log).attached())
-            except NotObservable as reason:
-                log.not_observed(str(reason))
-        for sentence in seams.unknown(seams.tracing_state()):
-            log.not_observed(sentence)
+        attach(log, stack)
         yield log
+
+
+def attach(log: Log, stack: contextlib.ExitStack) -> None:
+    """Attach every probe until `stack` closes."""
+    for probe in PROBES:
+        try:
+            stack.enter_context(probe(log).attached())
+        except NotObservable as reason:
+            log.not_observed(str(reason))
+    for sentence in seams.unknown(seams.tracing_state()):
+        log.not_observed(sentence)

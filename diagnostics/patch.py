@@ -20,10 +20,13 @@ import abc
 import contextlib
 import importlib
 import inspect
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from diagnostics.imports import exists, when_imported
 
 Finish = Callable[[Any, BaseException | None], None]  # called with the result, or None and the exception
 Subscriber = Callable[[tuple[Any, ...], dict[str, Any]], Finish | None]  # called before the original, with its arguments
@@ -45,6 +48,8 @@ class Point(abc.ABC):
         self._lock = threading.Lock()
         self._subscribers: tuple[_Entry, ...] = ()
         self._original: Callable[..., Any] | None = None
+        self._installed = False
+        self._forget: Callable[[], None] = lambda: None
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -53,22 +58,46 @@ class Point(abc.ABC):
     def subscribed(self, subscriber: Subscriber, report: Report) -> Iterator[None]:
         """Call `subscriber` around every call inside the block; `report` gets sentences about what went unobserved.
 
-        Raises NotObservable when the function is missing or has other parameters.
+        Raises NotObservable when the function is missing or has other parameters. A module that nobody has imported yet is
+        left so: the function is checked when it comes, and `report` hears if it is not as expected.
         """
         entry = (subscriber, report)
         with self._lock:
             if not self._subscribers:
-                self._install()
+                self._install_in_time()
             self._subscribers = (*self._subscribers, entry)
         try:
             yield
         finally:
             with self._lock:
                 self._subscribers = tuple(kept for kept in self._subscribers if kept is not entry)
-                if not self._in_place():
+                if not self._installed:
+                    if not self._subscribers:
+                        self._forget()
+                elif not self._in_place():
                     report(f"the program replaced {self} while it was observed: later calls were not observed")
                 elif not self._subscribers:
                     self._remove()
+                    self._installed = False
+
+    def _install_in_time(self) -> None:
+        self._installed = False
+        if self.module in sys.modules or not exists(self.module):
+            self._install()  # also says that there is no such module
+            self._installed = True
+        else:
+            self._forget = when_imported(self.module, self._install_late)
+
+    def _install_late(self) -> None:
+        with self._lock:
+            if not self._subscribers:
+                return
+            try:
+                self._install()
+                self._installed = True
+            except NotObservable as reason:
+                for _, report in self._subscribers:
+                    report(str(reason))
 
     def call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """The original, with the subscribers around it."""
@@ -114,13 +143,14 @@ class Function(Point):
     def _install(self) -> None:
         owner, attribute = self._owner()
         function = inspect.unwrap(getattr(owner, attribute))
-        if not isinstance(function, types.FunctionType) or function.__code__.co_freevars:
+        if not isinstance(function, types.FunctionType):
             raise NotObservable(f"{self} is not a plain function on this torch: it is not observed")
         found = tuple(inspect.signature(function).parameters)
         if found[: len(self._parameters)] != self._parameters or (self._only and len(found) != len(self._parameters)):
             expected = ", ".join(self._parameters)
             raise NotObservable(f"{self} takes ({', '.join(found)}) on this torch, expected ({expected}): it is not observed")
-        original = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+        code, closure = function.__code__, function.__closure__
+        original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
         original.__kwdefaults__ = function.__kwdefaults__
         self._original, self._function, self._original_code = original, function, function.__code__
         self._code = _code_that_calls(self, function.__code__)
@@ -138,7 +168,7 @@ class Function(Point):
 class Hook(Point):
     """A function that Python looks up by name each time it needs it."""
 
-    _installed: Callable[..., Any] | None = None
+    _hook: Callable[..., Any] | None = None
 
     def _install(self) -> None:
         owner, attribute = self._owner()
@@ -149,16 +179,60 @@ class Hook(Point):
             # A program that replaces the hook may keep this one and call it after the probes came off.
             return call_observed(original, self._subscribers, arguments, keywords)
 
-        self._installed = hook
+        self._hook = hook
         setattr(owner, attribute, hook)
 
     def _in_place(self) -> bool:
         owner, attribute = self._owner()
-        return getattr(owner, attribute) is self._installed
+        return getattr(owner, attribute) is self._hook
 
     def _remove(self) -> None:
         owner, attribute = self._owner()
         setattr(owner, attribute, self._original)
+
+
+class Lock(Hook):
+    """A lock that torch looks up by name whenever it needs it. Subscribers hear `("acquire",)` and `("release",)`."""
+
+    def _install(self) -> None:
+        owner, attribute = self._owner()
+        original = getattr(owner, attribute)
+        if not all(hasattr(original, method) for method in ("acquire", "release", "__enter__", "__exit__")):
+            raise NotObservable(f"{self} is no lock on this torch: who waits for it is not observed")
+        self._original = original
+        self._hook = _WatchedLock(original, lambda: self._subscribers)
+        setattr(owner, attribute, self._hook)
+
+    def _owner(self) -> tuple[Any, str]:
+        module = importlib.import_module(self.module) if exists(self.module) else None
+        if not hasattr(module, self.name):
+            raise NotObservable(f"this torch has no {self}: who waits for it is not observed")
+        return module, self.name
+
+
+class _WatchedLock:
+    """A lock with subscribers around its `acquire` and `release`; everything else is the lock's own."""
+
+    def __init__(self, lock: Any, subscribers: Callable[[], tuple[_Entry, ...]]) -> None:
+        self._lock, self._subscribers = lock, subscribers
+
+    def acquire(self, *arguments: Any, **keywords: Any) -> Any:
+        return call_observed(lambda _what: self._lock.acquire(*arguments, **keywords), self._subscribers(), ("acquire",), {})
+
+    def release(self) -> None:
+        call_observed(lambda _what: self._lock.release(), self._subscribers(), ("release",), {})
+
+    def __enter__(self) -> Any:
+        return self.acquire()
+
+    def __exit__(self, *_exception: object) -> None:
+        self.release()
+
+    def __call__(self) -> None:
+        raise TypeError("a lock is not callable")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
 
 
 @contextlib.contextmanager
@@ -224,12 +298,15 @@ def _end(finishes: list[tuple[Finish, Report]], result: Any, error: BaseExceptio
 def _code_that_calls(point: Function, like: types.CodeType) -> types.CodeType:
     """Code that runs as torch's function, with torch's globals, and calls `point`. It imports what it needs by itself."""
     name = next(name for name, value in globals().items() if value is point)
+    cells = "".join(f" {cell} = None\n" for cell in like.co_freevars)  # code fits a function with as many cells only
+    uses = "".join(f"  {cell}\n" for cell in like.co_freevars)
     source = (
-        f"def call(*arguments, **keywords):\n from {__name__} import {name} as point\n return point.call(arguments, keywords)"
+        f"def make():\n{cells} def call(*arguments, **keywords):\n{uses}  from {__name__} import {name} as point\n"
+        f"  return point.call(arguments, keywords)\n return call"
     )
     namespace: dict[str, Any] = {}
     exec(source, namespace)  # noqa: S102 - a template of this file
-    code: types.CodeType = namespace["call"].__code__.replace(
+    code: types.CodeType = namespace["make"]().__code__.replace(
         co_filename=like.co_filename, co_name=like.co_name, co_qualname=like.co_qualname, co_firstlineno=like.co_firstlineno
     )
     return code
@@ -238,4 +315,8 @@ def _code_that_calls(point: Function, like: types.CodeType) -> types.CodeType:
 TRACE = Function("torch.fx._symbolic_trace", "Tracer.trace", ("self", "root"))
 COMPILE = Function("torch._dynamo.convert_frame", "_compile", ("code",))
 FLAG_CHECK = Function("torch.fx._symbolic_trace", "is_fx_symbolic_tracing", (), only=True)
+GRAPH = Function("torch._functorch._aot_autograd.logging_utils", "track_graph_compiling", ("aot_config", "graph_name"))
+SETTING = Function("torch.utils._config_module", "ConfigModule.__setattr__", ("self", "name", "value"), only=True)
+STANCE = Function("torch._dynamo.decorators", "set_stance.__init__", ("self", "stance"))
+COMPILE_LOCK = Lock("torch._dynamo.convert_frame", "compile_lock")
 THREAD_EXCEPTION = Hook("threading", "excepthook")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
@@ -20,6 +21,11 @@ Kind = Literal[
     "foreign_call",  # a module call that went through another thread's trace; threads = (who traced, who called)
     "foreign_flag",  # a compiled call that met a tracing flag; threads = (who traced, who called)
     "compile",  # Dynamo compiling one frame; threads = (who compiled,)
+    "graph",  # AOTAutograd compiling one graph, a lazy backward included; threads = (who compiled,)
+    "lock",  # Dynamo's compile lock; threads = (who waited for it,) or (who held it,)
+    "setting",  # a setting that one thread made and another, which compiles, does not see; threads = (who set, who compiled)
+    "deadlock",  # two threads that will wait for each other for ever; threads = (who holds the compile lock, who waits)
+    "stance",  # the program told compiled functions to run uncompiled; threads = (who,)
     "leak",  # state left behind at a quiet moment; threads = the last traces that overlapped
     "fallback",  # compiled code bypassed
     "exception",  # an exception that nothing in the program handled; threads = (whose,)
@@ -27,6 +33,7 @@ Kind = Literal[
     "note",  # worth reading in the report, and no reason to distrust it
 ]
 _MAX_PLACES = 10_000
+Sink = Callable[[int, "Observation"], None]  # number of the place, the merged observation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +77,7 @@ class Finding:
     why: str
     what_to_do: str
     count: int = 1
+    process: str = ""  # labels of the processes, where there is more than one
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as JSON values."""
@@ -86,10 +94,16 @@ class Finding:
 class Log:
     """Observations from any thread; equal ones are merged."""
 
-    def __init__(self, *, max_places: int = _MAX_PLACES) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, *, max_places: int = _MAX_PLACES, sink: Sink | None = None) -> None:
+        """`sink` hears of a new place at once, and of its count at every power of two: what a crash leaves behind."""
+        self._max_places, self._sink = max_places, sink
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything; also the lock, which another thread may have held when this process was forked."""
+        self._lock = threading.RLock()  # a signal handler may come while it is held
         self._entries: dict[str, Observation] = {}
-        self._max_places = max_places
+        self._numbers: dict[str, int] = {}
         self._dropped = 0
 
     def add(self, observation: Observation) -> None:
@@ -98,15 +112,18 @@ class Log:
         with self._lock:
             known = self._entries.get(key)
             if known is not None:
-                self._entries[key] = dataclasses.replace(
+                observation = dataclasses.replace(
                     known,
                     count=known.count + observation.count,
                     duration_seconds=known.duration_seconds + observation.duration_seconds,
                 )
-            elif len(self._entries) < self._max_places:
-                self._entries[key] = observation
-            else:
+            elif len(self._entries) >= self._max_places:
                 self._dropped += observation.count
+                return
+            self._entries[key] = observation
+            number = self._numbers.setdefault(key, len(self._numbers))
+            if self._sink is not None and observation.count & (observation.count - 1) == 0:
+                self._sink(number, observation)
 
     def not_observed(self, sentence: str) -> None:
         """Say that something could not be watched: such a run is never called clean."""
@@ -115,6 +132,12 @@ class Log:
     def note(self, sentence: str) -> None:
         """Say something that explains the report."""
         self.add(Observation(kind="note", name=sentence, threads=()))
+
+    def flush(self) -> None:
+        """Tell the sink the final counts."""
+        if self._sink is not None:
+            for number, observation in enumerate(self.observations()):
+                self._sink(number, observation)
 
     def observations(self) -> tuple[Observation, ...]:
         """Everything so far, in the order in which each place was first seen."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -13,7 +14,7 @@ import torch
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = Path(__file__).parent
 _OURS = (str(_HERE), str(_HERE / "probes"))  # not the scenarios beside them: those are programs
-_MACHINERY = ("<frozen ", str(Path(threading.__file__)))
+_MACHINERY = ("<frozen ", str(Path(threading.__file__)), str(Path(contextlib.__file__)))
 _MAX_LINES = 6
 
 

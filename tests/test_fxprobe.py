@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,73 +20,45 @@ import torch._dynamo.convert_frame
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dflash.fx import seams
-from diagnostics import patch
+from diagnostics import fxprobe, patch
 from diagnostics.findings import conclude
-from diagnostics.fxprobe import exit_code
 from diagnostics.observe import PROBES, observed
 from diagnostics.records import Finding, Log, Observation
+from diagnostics.session import Outcome
 
 ROOT = Path(__file__).parent.parent
 FLAG_IS_SHARED = seams.tracing_state().flag_scope == "process"
 
 
-# Imports torch and the probes once, then forks a copy for each request: a start takes milliseconds instead of seconds.
-SERVER = """
-import json, os, sys
-from diagnostics import fxprobe
-for line in sys.stdin:
-    request = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        for descriptor, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
-        sys.exit(fxprobe.main(request["arguments"]))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
 class Probe:
-    """`python -m diagnostics.fxprobe` in a copy of a process that has imported everything."""
+    """The command, run in this process; the program runs in processes of its own."""
 
-    def __init__(self, server: subprocess.Popen[str], directory: Path) -> None:
-        self._server, self.directory = server, directory
+    def __init__(self, directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd, self.directory = capfd, directory
 
     def __call__(self, *command: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        report = self.directory / "report.json"
-        files = {name: str(self.directory / name) for name in ("stdout", "stderr")}
-        arguments = ["--json", str(report), *options, "--", *command]
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps({"arguments": arguments, **files}) + "\n")
-        self._server.stdin.flush()
-        code = int(self._server.stdout.readline())
-        return subprocess.CompletedProcess(arguments, code, *(Path(file).read_text() for file in files.values()))
+        arguments = ["--progress", "0", "--json", str(self.directory / "report.json"), *options, "--", *command]
+        self._capfd.readouterr()
+        code = fxprobe.main(arguments)
+        return subprocess.CompletedProcess(arguments, code, *self._capfd.readouterr())
 
     @property
-    def findings(self) -> list[Finding]:
-        return [Finding.from_dict(values) for values in self._report()["findings"]]
-
-    @property
-    def observations(self) -> list[Observation]:
-        return [Observation.from_dict(values) for values in self._report()["observations"]]
-
-    def _report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         report: dict[str, Any] = json.loads((self.directory / "report.json").read_text())
         return report
 
+    @property
+    def findings(self) -> list[Finding]:
+        return [Finding.from_dict(values) for values in self.report["findings"]]
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    command = (sys.executable, "-c", SERVER)
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
+    @property
+    def observations(self) -> list[Observation]:
+        return [Observation.from_dict(seen) for process in self.report["processes"] for seen in process["observations"]]
 
 
 @pytest.fixture
-def probe(server: subprocess.Popen[str], tmp_path: Path) -> Probe:
-    return Probe(server, tmp_path)
+def probe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Probe:
+    return Probe(tmp_path, capfd)
 
 
 def script(directory: Path, text: str) -> str:
@@ -133,7 +104,7 @@ def test_a_clean_program_has_exit_code_0_and_no_findings(tmp_path: Path) -> None
     )
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, json.loads(report.read_text())["findings"]) == (0, []), done.stderr
-    assert "child processes and torchrun workers are not observed" in " ".join(done.stderr.split())
+    assert "1 process with torch" in done.stderr
 
 
 def test_the_report_counts_traces_and_compiles_by_thread(probe: Probe) -> None:
@@ -245,7 +216,7 @@ def test_a_program_with_exception_hooks_of_its_own_is_observed_all_the_same(prob
     program = script(
         probe.directory,
         """
-        import sys, threading
+        import sys, threading, torch
         def main_hook(kind, error, trace):
             print("main", error)
         def thread_hook(hook):
@@ -262,16 +233,24 @@ def test_a_program_with_exception_hooks_of_its_own_is_observed_all_the_same(prob
     done = probe(program)
     assert (done.stdout, done.returncode) == ("thread in a thread\nmain Found multiple different tracers\n", 1)
     assert [(finding.id, finding.who) for finding in probe.findings] == [("F3", ("MainThread",))]
-    assert [seen.kind for seen in probe.observations if seen.kind in ("note", "not_observed")] == ["note"]
+    assert (len(probe.report["notes"]), probe.report["not_observed"]) == (1, [])
 
 
 def test_a_hazard_fails_only_when_asked_to(probe: Probe) -> None:
     assert probe("-m", "diagnostics.stress.scenarios", "F4", options=("--fail-on", "hazard")).returncode == 1
 
 
-@pytest.mark.parametrize("command", [("nowhere.py",), ("-m", "no_such_module"), ("-m", "regression"), ()])
+@pytest.mark.parametrize("command", [("nowhere.py",), ("-m", "no_such_module"), ("-m",)])
 def test_a_program_that_cannot_be_found_is_bad_usage(probe: Probe, command: tuple[str, ...]) -> None:
-    assert probe(*command).returncode == 2
+    done = probe(*command)
+    assert done.returncode == 2
+    assert done.stderr.startswith("fxprobe: ")
+
+
+def test_no_program_is_bad_usage(probe: Probe) -> None:
+    with pytest.raises(SystemExit) as stop:
+        probe()
+    assert stop.value.code == 2
 
 
 def patched() -> dict[str, Any]:
@@ -311,14 +290,14 @@ def test_a_first_compile_under_the_probes_leaves_nothing_of_them_in_torch(probe:
         probe.directory,
         """
         import inspect, torch
-        from diagnostics import patch
+        from diagnostics import fxprobe, patch
         before = inspect.unwrap(torch.fx.Tracer.trace)
         torch.compile(torch.sin, backend="eager")(torch.ones(1))  # torch wraps Tracer.trace at the first compile
         print(torch.fx.Tracer.trace is not before, inspect.unwrap(torch.fx.Tracer.trace) is before)
         """,
     )
     assert probe(program).stdout == "True True\n"
-    assert not [seen for seen in probe.observations if seen.kind == "not_observed"]
+    assert probe.report["not_observed"] == []
 
 
 def test_every_listener_hears_while_it_listens() -> None:
@@ -372,10 +351,11 @@ def test_an_unknown_torch_is_not_observed_and_never_clean(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch._dynamo.convert_frame, "_compile", renamed)
     with observed() as log:
         pass
-    (seen,) = log.observations()
-    assert seen.kind == "not_observed"
-    assert "_compile takes (frame) on this torch, expected (code)" in seen.name
-    assert exit_code(log.observations(), conclude(log.observations()), fail_on="error") == 3
+    unseen = [seen for seen in log.observations() if seen.kind == "not_observed"]
+    assert len(unseen) == len(log.observations()) > 0
+    assert all("_compile takes (frame) on this torch, expected (code)" in seen.name for seen in unseen)
+    outcome = Outcome(exit_code=0, seconds=0, processes=(), others=0, not_observed=(unseen[0].name,), notes=())
+    assert fxprobe.exit_code(outcome, conclude(log.observations()), fail_on="error") == 3
 
 
 def frames_that_dynamo_looks_at() -> int:

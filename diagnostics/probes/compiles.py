@@ -2,13 +2,17 @@
 
 The seam is `torch._dynamo.convert_frame._compile`, looked up anew for each frame under Dynamo's compile lock. Dynamo's own
 callbacks report only the first and the last of overlapping compiles, its metrics keep 64 entries without a thread.
-Not seen here: a backward graph compiled at the first backward; its traces are seen by the tracer probe.
+AOTAutograd announces each graph that it compiles, among them the backward that is compiled lazily, at the first backward, in
+the thread that runs it: on a GPU that is autograd's device thread.
+
+Limit: once the recompile limit is hit, the uncompiled calls that follow are not counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,14 +20,14 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-import torch._dynamo.utils
-
 from dflash.fx import seams
 from diagnostics import patch
 from diagnostics.records import Log, Observation
-from diagnostics.who import program_lines, thread_name
+from diagnostics.who import inside_dynamo, program_lines, thread_name
 
 _LIMIT_MESSAGE = "recompile limit exceeded"
+_UNCOMPILED_STANCES = ("force_eager", "eager_on_recompile")
+_CACHES = (("aot_autograd", "autograd_cache_"), ("inductor", "fxgraph_cache_"))
 
 
 class CompilesProbe:
@@ -37,7 +41,11 @@ class CompilesProbe:
     def attached(self) -> Iterator[None]:
         """Observe inside the block. Raises NotObservable."""
         before = set(seams.fallback_warnings())
-        with patch.COMPILE.subscribed(self._start, self._log.not_observed):
+        report = self._log.not_observed
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patch.COMPILE.subscribed(self._start, report))
+            stack.enter_context(patch.GRAPH.subscribed(self._graph, report))
+            stack.enter_context(patch.STANCE.subscribed(self._stance, report))
             yield
         for sentence in seams.fallback_warnings():
             if sentence not in before:
@@ -49,12 +57,12 @@ class CompilesProbe:
         recompile = getattr(compile_id, "frame_compile_id", None)
         thread, caller, started, clock = thread_name(), program_lines(), time.time(), time.perf_counter()
         depth = self._depth.value = getattr(self._depth, "value", 0) + 1
-        breaks_before = _graph_breaks()
+        breaks_before, caches_before = _counted("graph_break"), _caches()
 
         def finish(result: Any, error: BaseException | None) -> None:
             self._depth.value -= 1
             # A compile inside a compile is part of the outer one's breaks.
-            breaks = sorted(_graph_breaks() - breaks_before) if depth == 1 else []
+            breaks = sorted(_counted("graph_break") - breaks_before) if depth == 1 else []
             seen = Observation(
                 kind="compile",
                 name=code.co_qualname,
@@ -66,18 +74,61 @@ class CompilesProbe:
                     "recompile": None if recompile is None else recompile > 0,
                     "outcome": _outcome(result, error),
                     "graph_breaks": [reason.splitlines()[0] for reason in breaks if reason],
+                    "reason": _reason(code) if recompile else "",
+                    "caches": dict(_caches() - caches_before) if depth == 1 else {},
                 },
             )
             self._log.add(seen)
+            if error is not None and _is_suppressed():
+                sentence = f"{code.co_qualname} failed to compile ({type(error).__name__}) and runs uncompiled: suppress_errors"
+                self._log.add(dataclasses.replace(seen, kind="fallback", name=sentence, duration_seconds=0.0, fields={}))
             if error is not None and _hit_the_limit(error):
                 sentence, fields = f"{code.co_qualname} reached the recompile limit", {"caller": list(caller)}
                 self._log.add(dataclasses.replace(seen, kind="fallback", name=sentence, duration_seconds=0.0, fields=fields))
 
         return finish
 
+    def _graph(self, arguments: tuple[Any, ...], _keywords: dict[str, Any]) -> None:
+        name, inside = str(arguments[1]), inside_dynamo()
+        self._log.add(
+            Observation(
+                kind="graph",
+                name=name,
+                threads=(thread_name(),),
+                where=program_lines(),
+                time_seconds=time.time(),
+                fields={"lazy": name == "backward" and not inside},
+            )
+        )
 
-def _graph_breaks() -> Counter[str]:
-    return Counter(torch._dynamo.utils.counters["graph_break"])
+    def _stance(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        stance = keywords.get("stance", arguments[1] if len(arguments) > 1 else "default")
+        if stance in _UNCOMPILED_STANCES:
+            seen = Observation(
+                kind="stance", name=str(stance), threads=(thread_name(),), where=program_lines(), time_seconds=time.time()
+            )
+            self._log.add(seen)
+
+
+def _counted(group: str) -> Counter[str]:
+    return Counter(sys.modules["torch._dynamo.utils"].counters[group])
+
+
+def _caches() -> Counter[str]:
+    """Hits and misses of the compile caches of this process so far."""
+    return Counter(
+        {name: count for group, prefix in _CACHES for name, count in _counted(group).items() if name.startswith(prefix)}
+    )
+
+
+def _reason(code: CodeType) -> str:
+    """The guard that failed, as Dynamo tells it."""
+    failures = getattr(sys.modules["torch._dynamo.utils"], "guard_failures", {}).get(code)
+    return str(failures[-1]).splitlines()[0][:300] if failures else ""
+
+
+def _is_suppressed() -> bool:
+    return bool(getattr(sys.modules["torch._dynamo.config"], "suppress_errors", False))
 
 
 def _outcome(result: Any, error: BaseException | None) -> str:

@@ -1,8 +1,8 @@
 """Who meets a tracing flag, and what is left behind when all traces have ended.
 
 Up to torch 2.13 the flag is one for the process: a compiled call in an innocent thread meets the trace of another. From 2.14
-it is per thread, and a call can only meet its own. The shared state is read whenever the last trace in progress ends, and
-when the probe comes off.
+it is per thread, and a call can only meet its own. The shared state is read whenever the last trace in progress ends, once in
+a thousand calls of compiled functions, and when the probe comes off.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-import torch._dynamo.config
-
 from dflash.fx import seams
 from diagnostics import patch
 from diagnostics.probes.tracer import Trace, Traces
 from diagnostics.records import Log, Observation
 from diagnostics.who import program_lines, thread_name
+
+_CALLS_BETWEEN_LOOKS = 1000  # of compiled functions
 
 
 class FlagProbe:
@@ -33,6 +33,7 @@ class FlagProbe:
         self._traces = Traces(log.not_observed, on_start=self._started, on_end=self._ended)
         self._since_quiet: dict[str, str] = {}  # threads that traced since the last quiet moment, and from which line
         self._known: set[str] = set()
+        self._calls = 0
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -42,8 +43,7 @@ class FlagProbe:
             self._log.not_observed(f"before the probes were attached: {sentence}")
         with patch.FLAG_CHECK.subscribed(self._asked, self._log.not_observed), self._traces.watched():
             yield
-            if not self._traces.active():
-                self._look()
+            self._traces.when_quiet(self._look)
 
     def _started(self, trace: Trace, _others: tuple[Trace, ...]) -> None:
         self._since_quiet[trace.thread] = trace.where[-1] if trace.where else "a place outside the program"
@@ -66,8 +66,13 @@ class FlagProbe:
         return self._answered
 
     def _answered(self, answer: Any, _error: BaseException | None) -> None:
-        if answer and _asked_by_compiled_call():
-            self._met()
+        if answer:
+            if _asked_by_compiled_call():
+                self._met()
+            return
+        self._calls += 1  # not exact among threads, which does not matter
+        if self._calls % _CALLS_BETWEEN_LOOKS == 0:
+            self._traces.when_quiet(self._look)
 
     def _met(self) -> None:
         me = threading.get_ident()
@@ -94,7 +99,7 @@ class FlagProbe:
 
 def _effect() -> str:
     """What a compiled call does when it meets the flag, by the configuration that this thread sees."""
-    config = torch._dynamo.config
+    config = sys.modules["torch._dynamo.config"]  # imported: a compiled function exists
     if getattr(config, "force_compile_during_fx_trace", False):
         return "compiled"
     return "raises" if getattr(config, "error_on_nested_fx_trace", True) else "runs uncompiled"

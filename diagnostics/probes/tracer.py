@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,7 @@ class Traces:
         self._report, self._on_start, self._on_end = report, on_start, on_end
         self._lock = threading.RLock()
         self._active: tuple[Trace, ...] = ()
+        _tables.add(self)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -58,6 +60,17 @@ class Traces:
     def active(self) -> tuple[Trace, ...]:
         """Those in progress, the earliest first."""
         return self._active
+
+    def when_quiet(self, act: Callable[[], None]) -> None:
+        """Call `act` unless a trace is in progress; none begins meanwhile."""
+        with self._lock:
+            if not self._active:
+                act()
+
+    def forked(self) -> None:
+        """In a forked child: the other threads are gone, and one of them may have held the lock."""
+        self._lock = threading.RLock()
+        self._active = tuple(trace for trace in self._active if trace.ident == threading.get_ident())
 
     def _start(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> patch.Finish:
         tracer = arguments[0] if arguments else keywords["self"]
@@ -74,6 +87,15 @@ class Traces:
                     self._on_end(trace, error, not self._active)
 
         return finish
+
+
+_tables: weakref.WeakSet[Traces] = weakref.WeakSet()
+
+
+def forked() -> None:
+    """Tell all tables that this process is a forked child."""
+    for table in _tables:
+        table.forked()
 
 
 class TracerProbe:

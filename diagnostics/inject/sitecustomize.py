@@ -1,0 +1,42 @@
+"""Python imports a module of this name at the start of every process; below fxprobe it is this one, through PYTHONPATH.
+
+It runs the environment's own `sitecustomize`, if there is one, and hands over to `diagnostics.process`. It leaves no trace
+in this process but `PYTHONPATH`, which child processes need. Standard library only: most processes never import torch.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).absolute().parent
+
+
+def _others() -> list[str]:
+    return [path for path in sys.path if Path(path).absolute() != _HERE]
+
+
+def _run_the_environments_own() -> None:
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError("No module named 'sitecustomize'", name="sitecustomize")  # as without us; `site` goes on
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+def _watch() -> None:
+    if importlib.util.find_spec("diagnostics") is None:
+        sys.path.append(str(_HERE.parent.parent))  # at the end: nothing of the program's is hidden
+    from diagnostics import process  # noqa: PLC0415 - only now can it be found
+
+    process.start(os.environ["FXPROBE_JOURNALS"])
+
+
+sys.path[:] = _others()
+if "FXPROBE_JOURNALS" in os.environ:
+    _watch()
+_run_the_environments_own()

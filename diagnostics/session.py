@@ -1,0 +1,199 @@
+"""Run a program with the probes in all its Python processes, and collect what they saw. The program is not changed otherwise.
+
+Two environment variables reach every child: PYTHONPATH leads to `diagnostics/inject`, and FXPROBE_JOURNALS names the directory
+where each process writes its journal. The program keeps its terminal, its process group and its signals: Ctrl-C reaches it
+from the terminal, and SIGTERM is passed on; this process then waits for it and reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from diagnostics.findings import conclude
+from diagnostics.journal import ProcessRecord, read_journals
+
+_POLL_SECONDS = 0.2
+_UNSEEN_AFTER_SECONDS = 2.0  # a Python process of this age without a journal is not watched
+_INJECT = Path(__file__).parent / "inject"
+
+
+class UsageError(ValueError):
+    """The program cannot be started; the message says what was looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of the program and what its processes saw."""
+
+    exit_code: int  # the program's; 128 + N when signal N ended it
+    seconds: float
+    processes: tuple[ProcessRecord, ...]  # that imported torch
+    others: int  # Python processes that did not
+    not_observed: tuple[str, ...]  # such a run is never called clean
+    notes: tuple[str, ...]
+
+
+def observe_program(command: Sequence[str], *, seconds_between_progress: float) -> Outcome:
+    """Run `command` to its end under the probes. Raises UsageError when it cannot be started."""
+    resolved = resolve(command)
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="fxprobe-"))
+    except OSError as error:
+        raise UsageError(f"no directory for the journals: {error}; set TMPDIR to one that can be written") from error
+    try:
+        return _run(resolved, directory, seconds_between_progress)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def resolve(command: Sequence[str]) -> list[str]:
+    """The full command line for what the user wrote. Raises UsageError when there is no such program."""
+    first = command[0]
+    if first == "-m":
+        if len(command) < 2:
+            raise UsageError("-m needs the name of a module")
+        package = command[1].partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"no module named {package}")
+        return [sys.executable, *command]
+    if Path(first).is_file() and (first.endswith(".py") or not os.access(first, os.X_OK)):
+        if not os.access(first, os.R_OK):
+            raise UsageError(f"cannot read the program {first}: permission denied")
+        return [sys.executable, *command]
+    beside = Path(sys.executable).parent / first  # torchrun and pytest of this environment before any other
+    found = str(beside) if os.sep not in first and os.access(beside, os.X_OK) else shutil.which(first)
+    if found is None:
+        raise UsageError(f"cannot find the program {first}: it is neither a file nor a command; for a module write -- -m NAME")
+    return [found, *command[1:]]
+
+
+def _run(command: list[str], directory: Path, seconds_between_progress: float) -> Outcome:
+    started = time.monotonic()
+    watcher = _Watcher(directory, seconds_between_progress)
+    try:
+        program = subprocess.Popen(command, env=_environment(directory))
+    except OSError as error:
+        raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
+    with _signals_for(program):
+        while True:
+            try:
+                code = program.wait(_POLL_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                watcher.look(program.pid)
+    return watcher.outcome(code, seconds=time.monotonic() - started)
+
+
+def _environment(directory: Path) -> dict[str, str]:
+    paths = [str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FXPROBE_JOURNALS": str(directory)}
+
+
+@contextlib.contextmanager
+def _signals_for(program: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Ctrl-C is the program's, which the terminal tells as well; SIGTERM and SIGHUP are passed on."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        program.send_signal(number)
+
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, lambda _number, _frame: None)}
+    before |= {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Watcher:
+    """What can be seen of the program from outside while it runs."""
+
+    def __init__(self, directory: Path, seconds_between_progress: float) -> None:
+        self._directory = directory
+        self._between = seconds_between_progress
+        self._started = self._shown = time.monotonic()
+        self._python: dict[int, str] = {}  # pid -> command of Python processes that should have a journal
+        self._alive: set[int] = set()
+
+    def look(self, pid: int) -> None:
+        """Note the program's processes; print a progress line when it is time."""
+        self._alive = set()
+        with contextlib.suppress(psutil.Error):
+            program = psutil.Process(pid)
+            for process in (program, *program.children(recursive=True)):
+                self._note(process)
+        if self._between and time.monotonic() - self._shown >= self._between:
+            self._shown = time.monotonic()
+            self._progress()
+
+    def _note(self, process: psutil.Process) -> None:
+        with contextlib.suppress(psutil.Error):
+            self._alive.add(process.pid)
+            old = time.time() - process.create_time() > _UNSEEN_AFTER_SECONDS
+            if old and process.pid not in self._python and Path(process.exe()).name.startswith("python"):
+                self._python[process.pid] = " ".join(process.cmdline()[1:4])
+
+    def _progress(self) -> None:
+        processes = [record for record in read_journals(self._directory) if record.torch is not None]
+        counts = {"trace": 0, "compile": 0}
+        for record in processes:
+            for seen in record.observations:
+                if seen.kind in counts:
+                    counts[seen.kind] += seen.count
+        findings = [finding for record in processes for finding in conclude(record.observations)]
+        worst = {severity: sum(finding.severity == severity for finding in findings) for severity in ("error", "hazard")}
+        print(  # noqa: T201 - progress of the command
+            f"fxprobe: {time.monotonic() - self._started:.0f} s, {len(processes)} processes with torch, "
+            f"{counts['trace']} traces, {counts['compile']} compiles, {worst['error']} errors, {worst['hazard']} hazards",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def outcome(self, code: int, *, seconds: float) -> Outcome:
+        """Everything, when the program has ended."""
+        records = read_journals(self._directory)
+        processes = tuple(record for record in records if record.torch is not None)
+        journals = {record.pid for record in records}
+        missing = [f"{command} (pid {pid})" for pid, command in self._python.items() if pid not in journals]
+        unseen = [f"a Python process without our environment: {what}" for what in missing]
+        if not processes:
+            unseen.append("no process of the program imported torch: there was nothing to observe")
+        for record in processes:
+            unseen += [_of(record, processes, seen.name) for seen in record.observations if seen.kind == "not_observed"]
+        notes = [_of(record, processes, seen.name) for record in processes for seen in record.observations if seen.kind == "note"]
+        notes += [_of(record, processes, sentence) for record in processes for sentence in self._end_notes(record)]
+        if code < 0:
+            notes.append(f"the program was ended by {signal.Signals(-code).name}; what was seen until then is reported")
+        return Outcome(
+            exit_code=code if code >= 0 else 128 - code,
+            seconds=seconds,
+            processes=processes,
+            others=len(records) - len(processes),
+            not_observed=tuple(dict.fromkeys(unseen)),
+            notes=tuple(dict.fromkeys(notes)),
+        )
+
+    def _end_notes(self, record: ProcessRecord) -> list[str]:
+        if record.ended:
+            return []
+        if psutil.pid_exists(record.pid) and record.pid in self._alive:
+            return ["still runs: what it does from now on is not in this report"]
+        return ["ended without its exit handlers (os._exit or a signal): the last look at what is left behind is missing"]
+
+
+def _of(record: ProcessRecord, processes: Sequence[ProcessRecord], sentence: str) -> str:
+    return f"{record.label}: {sentence}" if len(processes) > 1 else sentence

@@ -1,0 +1,348 @@
+"""Laws of the probes on whole programs: what they explain, what they leave alone, and how a program may end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash.fx import seams
+from diagnostics import fxprobe, session
+
+ROOT = Path(__file__).parent.parent
+SETTINGS_ARE_PER_THREAD = hasattr(torch._dynamo.config, "_hash_dirty_var")
+SHARED_FLAG = seams.tracing_state().flag_scope == "process"
+TRACE = "torch.fx.symbolic_trace(torch.nn.Identity())"
+
+
+class Run:
+    """A program's text in; exit code, output and report out."""
+
+    def __init__(self, directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self._directory, self._capfd = directory, capfd
+        self.stdout = self.stderr = ""
+
+    def __call__(self, text: str, *, before: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> int:
+        program, self._report = self._directory / "program.py", self._directory / "report.json"
+        program.write_text(textwrap.dedent(text))
+        self._capfd.readouterr()
+        code = fxprobe.main(["--progress", "0", "--json", str(self._report), *options, "--", *before, str(program)])
+        self.stdout, self.stderr = self._capfd.readouterr()
+        return code
+
+    @property
+    def report(self) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads(self._report.read_text())
+        return report
+
+    @property
+    def found(self) -> list[tuple[str, str]]:
+        return [(finding["severity"], finding["id"]) for finding in self.report["findings"]]
+
+    def traced(self) -> list[int]:
+        """Traces in each process that imported torch."""
+        return [
+            sum(seen["count"] for seen in process["observations"] if seen["kind"] == "trace")
+            for process in self.report["processes"]
+        ]
+
+
+@pytest.fixture
+def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    return Run(tmp_path, capfd)
+
+
+def test_every_kind_of_child_is_observed_and_nothing_is_told_twice(run: Run) -> None:
+    code = run(
+        f"""
+        import multiprocessing, os, subprocess, sys, torch
+        def child(queue):
+            {TRACE}
+            queue.put(1)
+        if __name__ == "__main__":
+            {TRACE}
+            for method in ("fork", "spawn"):
+                context = multiprocessing.get_context(method)
+                queue = context.Queue()
+                process = context.Process(target=child, args=(queue,))
+                process.start()
+                queue.get()
+                process.join()
+            if os.fork() == 0:
+                {TRACE}
+                os._exit(0)
+            os.wait()
+            subprocess.run([sys.executable, "-c", "import torch; {TRACE}"], check=True)
+        """
+    )
+    assert (code, run.found, run.traced()) == (0, [], [1] * 5)
+    assert sum("ended without its exit handlers" in note for note in run.report["notes"]) == 1  # os._exit
+
+
+def test_torchrun_workers_are_told_apart_by_rank(run: Run) -> None:
+    code = run(
+        f"""
+        import os, threading, torch
+        {TRACE}
+        if os.environ["RANK"] == "1":
+            class Parks(torch.nn.Module):
+                def forward(self, x):
+                    thread = threading.Thread(target=lambda: torch.nn.Linear(1, 1)(torch.ones(1)), name="innocent")
+                    thread.start()
+                    thread.join()
+                    return x
+            torch.fx.experimental.proxy_tensor.make_fx(Parks())(torch.ones(1))
+        """,
+        before=("torchrun", "--nproc-per-node", "2", "--master-port", "0"),
+    )
+    assert (code, run.found) == (3, [("hazard", "F4")])
+    assert run.report["findings"][0]["process"].startswith("rank 1 ")
+    assert {process["rank"] for process in run.report["processes"]} == {None, "0", "1"}  # None: torchrun itself
+
+
+def test_pytest_of_a_compiled_model_in_one_thread_is_clean(run: Run) -> None:
+    code = run(
+        """
+        import torch
+        def test_model():
+            model = torch.compile(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), backend="aot_eager")
+            for rows in (2, 3, 4):
+                model(torch.ones(rows, 4)).sum().backward()
+        """,
+        before=("pytest", "-q", "-p", "no:cacheprovider"),
+    )
+    assert (code, run.found, run.report["not_observed"]) == (0, [], [])
+    assert "1 passed" in run.stdout
+
+
+@pytest.mark.parametrize(("ending", "code"), [("os._exit(5)", 5), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+def test_a_sudden_end_keeps_what_was_seen(run: Run, ending: str, code: int) -> None:
+    ended = run(
+        f"""
+        import os, signal, threading, torch
+        class Calls(torch.nn.Module):
+            def forward(self, x):
+                thread = threading.Thread(target=call, name="innocent")
+                thread.start()
+                thread.join()
+                return x
+        def call():
+            try:
+                torch.nn.Linear(1, 1)(torch.ones(1))
+            except NameError:
+                pass
+        torch.fx.symbolic_trace(Calls())
+        {ending}
+        """
+    )
+    assert (ended, run.found) == (code, [("error", "F3")])
+
+
+def test_a_program_without_torch_was_not_observed(run: Run) -> None:
+    assert run("print('hello')") == 3
+    assert run.stdout == "hello\n"
+    assert "no process of the program imported torch" in run.stderr
+
+
+def test_a_child_that_cannot_be_watched_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_UNSEEN_AFTER_SECONDS", 0.0)
+    code = run(
+        """
+        import subprocess, sys, time, torch
+        child = subprocess.Popen([sys.executable, "-E", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        time.sleep(1)  # fxprobe looks at the processes a few times a second
+        child.communicate()
+        """
+    )
+    assert code == 3
+    assert "a Python process without our environment: -E -c" in run.stderr
+
+
+def test_the_environments_own_sitecustomize_runs_and_its_absence_is_no_error(run: Run, tmp_path: Path) -> None:
+    assert run("import sys; print('inject' in str(sys.path), 'sitecustomize' in sys.modules)") == 3
+    assert (run.stdout, "sitecustomize" in run.stderr) == ("False False\n", False)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("print('own')\n")
+    monkeypatched = os.environ | {"PYTHONPATH": str(own)}
+    command = (sys.executable, "-m", "diagnostics.fxprobe", "--", str(tmp_path / "program.py"))
+    shown = subprocess.run(command, cwd=ROOT, env=monkeypatched, capture_output=True, text=True, timeout=200, check=False).stdout
+    assert shown == "own\nown\nFalse True\n"  # once in the command, once in the program
+
+
+def test_a_directory_that_cannot_be_written_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(f"import torch; {TRACE}")
+    command = (sys.executable, "-m", "diagnostics.fxprobe", "--", str(tmp_path / "program.py"))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd="/proc", env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_program_that_observes_itself_is_observed_as_well(run: Run) -> None:
+    code = run(
+        f"""
+        import torch
+        from diagnostics.observe import observed
+        with observed() as log:
+            {TRACE}
+        print([seen.count for seen in log.observations()])
+        {TRACE}
+        """
+    )
+    assert (code, run.stdout, run.traced()) == (0, "[1]\n", [2])
+
+
+def test_a_limit_set_in_main_that_the_trainer_thread_does_not_see(run: Run) -> None:
+    code = run(
+        """
+        import threading, torch
+        torch._dynamo.config.recompile_limit = 64
+        @torch.compile(backend="eager", dynamic=False)
+        def step(x):
+            return x + 1
+        def train():
+            for size in range(1, 12):
+                step(torch.ones(size))
+        thread = threading.Thread(target=train, name="trainer")
+        thread.start()
+        thread.join()
+        """
+    )
+    if SETTINGS_ARE_PER_THREAD:
+        assert (code, run.found) == (1, [("error", "F7"), ("hazard", "F9")])
+        finding = run.report["findings"][1]
+        assert "recompile_limit is 8 in trainer, which compiles; MainThread set it to 64" in finding["what"]
+    else:
+        assert (code, run.found) == (0, [])
+
+
+def test_patches_that_end_out_of_order_leave_a_setting_changed_where_it_is_shared(run: Run) -> None:
+    run(
+        """
+        import threading, torch, torch._dynamo
+        first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+        def first():
+            with torch._dynamo.config.patch(recompile_limit=20):
+                first_in.set()
+                second_in.wait(60)
+            first_out.set()
+        def second():
+            first_in.wait(60)
+            with torch._dynamo.config.patch(recompile_limit=30):
+                second_in.set()
+                first_out.wait(60)
+        threads = [threading.Thread(target=act) for act in (first, second)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        """
+    )
+    assert run.found == ([] if SETTINGS_ARE_PER_THREAD else [("error", "F10")])
+
+
+def test_a_lazy_backward_compile_is_told_with_its_thread(run: Run) -> None:
+    code = run(
+        """
+        import threading, torch
+        compiled = torch.compile(lambda x: x * 2, backend="aot_eager")
+        loss = compiled(torch.ones(2, requires_grad=True)).sum()
+        thread = threading.Thread(target=loss.backward, name="worker")
+        thread.start()
+        thread.join()
+        """
+    )
+    graphs = [seen for seen in run.report["processes"][0]["observations"] if seen["kind"] == "graph" and seen["fields"]["lazy"]]
+    assert (code, [(seen["name"], seen["threads"]) for seen in graphs]) == (0, [("backward", ["worker"])])
+
+
+def test_a_model_shared_by_a_thread_pool_compiles_more_than_once(run: Run) -> None:
+    run(
+        """
+        import threading, torch
+        from concurrent.futures import ThreadPoolExecutor
+        model = torch.compile(torch.nn.Linear(4, 4), dynamic=True, backend="eager")
+        barrier = threading.Barrier(2)
+        def serve(rows):
+            barrier.wait()
+            model(torch.ones(rows, 4, requires_grad=rows > 2))
+        with ThreadPoolExecutor(2, "pool") as pool:
+            list(pool.map(serve, (2, 3)))
+        """
+    )
+    (finding,) = [finding for finding in run.report["findings"] if finding["id"] == "F12"]
+    assert finding["who"] == ["pool_0", "pool_1"]
+
+
+def test_export_beside_inference_is_a_hazard_of_the_two_threads(run: Run) -> None:
+    code = run(
+        """
+        import threading, torch
+        class Exported(torch.nn.Module):
+            def forward(self, x):
+                thread = threading.Thread(target=lambda: served(torch.ones(1, 1)), name="inference")
+                thread.start()
+                thread.join()
+                return x + 1
+        served = torch.nn.Linear(1, 1)
+        threading.Thread(target=lambda: torch.export.export(Exported(), (torch.ones(1),), strict=False), name="export").start()
+        """
+    )
+    assert code == 3
+    assert ["export", "inference"] in [finding["who"] for finding in run.report["findings"] if finding["id"] == "F4"]
+
+
+def test_compiled_functions_told_to_run_uncompiled_are_a_hazard(run: Run) -> None:
+    code = run(
+        """
+        import torch
+        compiled = torch.compile(torch.sin, backend="eager")
+        with torch.compiler.set_stance("force_eager"):
+            compiled(torch.ones(1))
+        """
+    )
+    assert (code, run.found) == (3, [("hazard", "stance")])
+
+
+def test_waiting_for_the_compile_lock_is_told_with_its_holder(run: Run) -> None:
+    run(
+        """
+        import threading, torch, torch._dynamo.convert_frame as convert_frame
+        held, go = threading.Event(), threading.Event()
+        def holder():
+            with convert_frame.compile_lock:
+                held.set()
+                go.wait(60)
+        thread = threading.Thread(target=holder, name="holder")
+        thread.start()
+        held.wait(60)
+        threading.Timer(0.05, go.set).start()
+        with convert_frame.compile_lock:
+            pass
+        """
+    )
+    locks = [seen for seen in run.report["processes"][0]["observations"] if seen["kind"] == "lock"]
+    waits = [(seen["threads"], seen["duration_seconds"] > 0.01) for seen in locks if seen["fields"]["role"] == "waited"]
+    assert waits == [(["holder", "MainThread"], True)]
+    assert "waited for holder" in run.stderr
+
+
+def test_the_page_says_what_the_terminal_says_and_escapes_the_program(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    run(
+        """
+        import torch
+        torch.compiler.set_stance("force_eager")
+        exec(compile("torch.fx.symbolic_trace(torch.nn.Identity())", "<b>here</b>", "exec"))
+        """,
+        options=("--html", str(page)),
+    )
+    text = page.read_text()
+    assert "hazard stance" in text.replace("</b>", "").replace("<b>", "")
+    assert "&lt;b&gt;here&lt;/b&gt;" in text
+    assert "<script" not in text
