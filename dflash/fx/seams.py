@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.fx._symbolic_trace as symbolic_trace
 
-_METHODS = {"__call__": "_orig_module_call", "__getattr__": "_orig_module_getattr"}
+ORIGINALS = {"__call__": "_orig_module_call", "__getattr__": "_orig_module_getattr"}
 _FLEX_MODULE = "torch.nn.attention.flex_attention"
 _FLEX_FALLBACK = "flex_attention_performance"
 _ABSENT = object()
@@ -77,7 +77,7 @@ def leaks(state: TracingState) -> list[str]:
     found += [
         f"torch.nn.Module.{method} is still patched although nothing traces (F5): every module call pays for it, and modules "
         "compiled from now on may silently stay uncompiled. Restart the process, or restore it from "
-        f"torch.fx._symbolic_trace.{_METHODS[method]}; let no two threads trace at once"
+        f"torch.fx._symbolic_trace.{ORIGINALS[method]}; let no two threads trace at once"
         for method in state.patched_methods or ()
     ]
     if state.patcher:
@@ -113,7 +113,7 @@ def _flag() -> tuple[bool | None, Literal["process", "thread"] | None]:
 
 
 def _patched_methods() -> tuple[str, ...] | None:
-    originals = {method: getattr(symbolic_trace, name, _ABSENT) for method, name in _METHODS.items()}
+    originals = {method: getattr(symbolic_trace, name, _ABSENT) for method, name in ORIGINALS.items()}
     if _ABSENT in originals.values():
         return None
     return tuple(method for method, original in originals.items() if getattr(torch.nn.Module, method) is not original)
