@@ -290,7 +290,9 @@ def test_export_beside_inference_is_a_hazard_of_the_two_threads(run: Run) -> Non
                 thread.join()
                 return x + 1
         served = torch.nn.Linear(1, 1)
-        threading.Thread(target=lambda: torch.export.export(Exported(), (torch.ones(1),), strict=False), name="export").start()
+        export = threading.Thread(target=lambda: torch.export.export(Exported(), (torch.ones(1),), strict=False), name="export")
+        export.start()
+        export.join()
         """
     )
     assert code == 3
