@@ -79,6 +79,17 @@ CATALOGUE = {
         "Fix the shapes, mark what varies as dynamic, or raise torch._dynamo.config.recompile_limit (from torch 2.12: in every "
         "thread, or as an argument of torch.compile). fullgraph=True turns such a fallback into an error.",
     ),
+    "F8": Failure(
+        "the compile lock and autograd's device thread wait for each other",
+        "Autograd runs the backward of all threads that use one device in one thread of its own. A thread that compiles holds "
+        "the compile lock and takes a gradient meanwhile (flex_attention does), so it waits for the device thread; that one runs "
+        "another thread's backward, which compiles (lazily, at the first backward) and waits for the lock.",
+        "Kill the process: it does not end by itself. Then let one thread do every first compile, forward and backward, for "
+        "every shape, before the others start; or give each device its own process; or run backward in the calling thread "
+        "(torch.autograd.set_multithreading_enabled(False)) with thread-isolated tracing, or compile backward "
+        "graphs together with the forward (torch._functorch.config.force_non_lazy_backward_lowering). Hold no lock of your own "
+        "around backward.",
+    ),
     "F12": Failure(
         "several threads compiled the same function",
         "First calls that meet at the compile lock do not look at the cache again after waiting; devices have their own guards.",
