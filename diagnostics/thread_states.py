@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import threading
 from collections.abc import Iterator
@@ -159,7 +160,7 @@ def _state(stack: Stack, lock: Lock | None, inside: list[str]) -> State:
 
 def _waiting_state(stack: Stack, innermost: Frame) -> State | None:
     """What the innermost frames wait for. Synchronising and collectives may use the CPU meanwhile; the others do not."""
-    native = " ".join(frame.name for frame in stack.frames if frame.native)
+    native = " ".join(frame.name for frame in itertools.takewhile(lambda frame: frame.native, stack.frames))
     line = _source_line(innermost)
     if innermost.file.endswith(_COLLECTIVE) or _NATIVE_COLLECTIVE.search(native):
         return "in a collective"

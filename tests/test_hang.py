@@ -44,7 +44,7 @@ CONVERT_FRAME = torch_file("_dynamo/convert_frame.py")
 ENGINE = ("_engine_run_backward", str(torch_file("autograd/graph.py")), "return Variable._execution_engine.run_backward(")
 COMPILE = ("ConvertFrame._compile", str(CONVERT_FRAME), "def _compile(")
 LOCK_HEAD = ("__call__", str(CONVERT_FRAME), "with compile_lock, _disable_current_modes():")
-LOCK_BODY = ("__call__", str(CONVERT_FRAME), "return self._handle_skip(result, frame)")
+LOCK_BODY = ("__call__", str(CONVERT_FRAME), "frame, cache_entry, self.hooks, frame_state, skip=1")
 PROGRAM = ("step", "/home/me/train.py", "")
 
 
@@ -107,7 +107,10 @@ def test_native_frames_tell_what_python_cannot() -> None:
     (without,) = parse(json.dumps([seen]))
     seen["frames"].insert(0, native)
     (with_native,) = parse(json.dumps([seen]))
-    assert (classify(without).state, classify(with_native).state) == ("idle", "in a collective")
+    seen["frames"].insert(0, seen["frames"][1])
+    (with_native_caller,) = parse(json.dumps([seen]))
+    states = [classify(stack).state for stack in (without, with_native, with_native_caller)]
+    assert states == ["idle", "in a collective", "idle"]
 
 
 @pytest.mark.parametrize("head", ["with lock:", "with self.lock:", "lock.acquire()"])
