@@ -15,10 +15,10 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -28,6 +28,7 @@ from diagnostics.thread_states import ThreadState
 from diagnostics.waiting import HangReport, analyse
 
 _LOOK_SECONDS = 2.0
+_POLL_SECONDS = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,14 +141,12 @@ def _waits_for(thread: ThreadState, report: HangReport) -> str:
 
 
 def _wait(pid: int, seconds: float) -> None:
-    """Wait, but not longer than the process lives."""
-    try:
-        psutil.Process(pid).wait(timeout=seconds)
-    except psutil.TimeoutExpired:
-        return
-    except psutil.NoSuchProcess:
-        pass
-    raise NoSuchProcess("it ended between two looks")
+    """Wait, but not longer than the process lives. Never waits *for* the process: that would take its parent's exit code."""
+    end_seconds = time.monotonic() + seconds
+    while (left_seconds := end_seconds - time.monotonic()) > 0:
+        if has_ended(pid):
+            raise NoSuchProcess(f"process {pid} ended between two looks")
+        time.sleep(min(left_seconds, _POLL_SECONDS))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

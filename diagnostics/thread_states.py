@@ -14,7 +14,6 @@ import ast
 import functools
 import itertools
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +50,8 @@ _NATIVE_SYNCHRONISATION = re.compile(r"cu(da)?(Device|Stream|Event|Ctx)Synchroni
 _SYNCHRONISES = re.compile(r"synchronize\(|\.(item|tolist|cpu)\(\)")
 _ACQUIRES = re.compile(r"\.acquire\(")
 _DEVICE_THREAD = re.compile(r"pt_autograd_\d+")
-_NOT_PROGRAM = re.compile(r"(site-packages|dist-packages|pytorch)/torch/|^<frozen |/lib/python[\d.]+/(?!(site|dist)-packages)")
-_THREADING = str(Path(threading.__file__).name)
+_STANDARD_LIBRARY = re.compile(r"^<frozen |/lib/python[\d.]+/(?!(site|dist)-packages/)")
+_TORCH = re.compile(r"(site-packages|dist-packages|pytorch)/torch/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +132,7 @@ def is_device_thread(stack: Stack) -> bool:
 
 def program_lines(frames: tuple[Frame, ...], limit: int = _MAX_LINES) -> tuple[str, ...]:
     """The program's last `limit` lines, the innermost last; torch's and Python's own where there are no others."""
-    program = [frame for frame in frames if not _NOT_PROGRAM.search(frame.file)]
+    program = [frame for frame in frames if not (_TORCH.search(frame.file) or _STANDARD_LIBRARY.search(frame.file))]
     chosen = (program or list(frames))[:limit]
     return tuple(f"{_short(frame.file)}:{frame.line} {frame.name}" for frame in reversed(chosen))
 
@@ -170,10 +169,10 @@ def _waiting_state(stack: Stack, innermost: Frame) -> State | None:
         return None
     if _is_backward(innermost):
         return "waits in autograd"
-    if _ACQUIRES.search(line) and not innermost.file.endswith(_THREADING):
-        return "waits for a lock"
+    if _STANDARD_LIBRARY.search(innermost.file):  # conditions, and queues whose readers take turns at a lock
+        return None
     at_lock = any(innermost.line in head for head, _ in with_statements(innermost.file, ""))
-    return "waits for a lock" if at_lock else None
+    return "waits for a lock" if at_lock or _ACQUIRES.search(line) else None
 
 
 def _is_backward(frame: Frame) -> bool:

@@ -150,7 +150,7 @@ def _deadlock(cycle: tuple[Wait, ...], edges: tuple[Wait, ...], threads: tuple[T
     return Finding(
         id="F8" if is_f8 else "deadlock",
         severity="error",
-        what=f"deadlock: {told}{also}",
+        what=f"{'deadlock: ' if is_f8 else ''}{told}{also}",
         who=tuple(each.name for each in names),
         where=tuple(each.where[-1] for each in names if each.where),
         why=CATALOGUE["F8"].why if is_f8 else "These threads wait for each other, so none of them goes on.",
@@ -174,7 +174,7 @@ def _stall(threads: tuple[ThreadState, ...], seconds: float) -> Finding:
     return Finding(
         id="stall",
         severity="error",
-        what=f"stall: nothing moved for {seconds:.1f} s: {told}{gil}",
+        what=f"nothing moved for {seconds:.1f} s: {told}{gil}",
         who=tuple(thread.name for thread in waiting),
         where=tuple(thread.where[-1] for thread in waiting if thread.where),
         why="No busy thread moved, and the process and its children used no CPU time.",

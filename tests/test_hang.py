@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import multiprocessing.queues
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ threading.Thread(target=stop.wait, name="worker").start()
 print("ready", flush=True)
 sys.stdin.read()
 stop.set()
+sys.exit(7)
 """
 
 
@@ -45,6 +47,7 @@ ENGINE = ("_engine_run_backward", str(torch_file("autograd/graph.py")), "return 
 COMPILE = ("ConvertFrame._compile", str(CONVERT_FRAME), "def _compile(")
 LOCK_HEAD = ("__call__", str(CONVERT_FRAME), "with compile_lock, _disable_current_modes():")
 LOCK_BODY = ("__call__", str(CONVERT_FRAME), "frame, cache_entry, self.hooks, frame_state, skip=1")
+BACKWARD_HEAD = ("compile_fx_backward", str(torch_file("_inductor/compile_fx.py")), "with compile_lock:")
 PROGRAM = ("step", "/home/me/train.py", "")
 
 
@@ -84,6 +87,7 @@ WAITER = thread("waits", 14, LOCK_HEAD, PROGRAM)
     ("state", "frames", "active"),
     [
         ("waits for the compile lock", (LOCK_HEAD, PROGRAM), False),
+        ("waits for the compile lock", (BACKWARD_HEAD, PROGRAM), False),
         ("compiling", (("f", "/x.py", ""), COMPILE, LOCK_BODY), True),
         ("compiling", (("f", "/x.py", ""), COMPILE, LOCK_BODY), False),
         ("tracing", (("forward", "/x.py", ""), ("Tracer.trace", "/v/site-packages/torch/fx/_symbolic_trace.py", "")), False),
@@ -119,6 +123,12 @@ def test_a_lock_of_the_program_is_told_from_a_queue(tmp_path: Path, head: str) -
     file.write_text(f"{head}\n{'    pass' if head.startswith('with') else ''}\n")
     (stack,) = parse(json.dumps([thread("t", 1, ("f", str(file), head))]))
     assert classify(stack).state == "waits for a lock"
+
+
+def test_readers_that_take_turns_at_a_queue_are_idle() -> None:
+    (stack,) = parse(json.dumps([thread("t", 1, ("Queue.get", multiprocessing.queues.__file__, "with self._rlock:"), PROGRAM)]))
+    assert stack.frames[0].line > 1
+    assert classify(stack).state == "idle"
 
 
 def test_the_lock_and_the_device_thread_make_a_deadlock_named_in_plain_words() -> None:
@@ -233,6 +243,7 @@ def test_a_watch_ends_with_the_process(
     monkeypatch.setattr(hang, "take", take)
     assert hang.main([str(idle.pid), "--watch", "0.2"]) == 0
     assert f"process {idle.pid} has ended" in capsys.readouterr().out
+    assert idle.wait(LIMIT_SECONDS) == 7  # left to the parent
 
 
 def test_an_interrupted_watch_shows_the_last_state(
