@@ -96,7 +96,8 @@ def print_report(console: Console, report: HangReport) -> None:
     if report.threads:
         console.print(_table(report))
     for finding in report.findings:
-        console.print(f"[bold red]{finding.severity} {finding.id}[/] {escape(finding.what)}", highlight=False)
+        colour = "red" if finding.severity == "error" else "yellow"
+        console.print(f"[bold {colour}]{finding.severity} {finding.id}[/] {escape(finding.what)}", highlight=False)
         console.print(f"    where: {escape(' | '.join(finding.where))}", highlight=False)
         console.print(f"    why: {escape(finding.why)}", highlight=False)
         console.print(f"    what to do: {escape(finding.what_to_do)}", highlight=False)

@@ -46,17 +46,18 @@ class HangWatch:
         pids = self._pids()
         self._rests = {pid: rest for pid, rest in self._rests.items() if pid in pids}
         for pid in pids:
-            rest = self._rest(pid)
-            if not rest.looked_at and time.monotonic() - rest.since_seconds >= self._stall_seconds and _threads(pid) > 1:
+            now_seconds = time.monotonic()
+            rest = self._rest(pid, now_seconds)
+            if not rest.looked_at and now_seconds - rest.since_seconds >= self._stall_seconds and _threads(pid) > 1:
                 rest.looked_at = True
                 return self._look(pid, rest)
         return None
 
-    def _rest(self, pid: int) -> _Rest:
-        used, now = cpu_seconds(pid), time.monotonic()
+    def _rest(self, pid: int, now_seconds: float) -> _Rest:
+        used = cpu_seconds(pid)
         rest = self._rests.get(pid)
-        if rest is None or worked(rest.cpu_seconds, used, now - rest.since_seconds):
-            rest = self._rests[pid] = _Rest(cpu_seconds=used, since_seconds=now)
+        if rest is None or worked(rest.cpu_seconds, used, now_seconds - rest.since_seconds):
+            rest = self._rests[pid] = _Rest(cpu_seconds=used, since_seconds=now_seconds)
         return rest
 
     def _look(self, pid: int, rest: _Rest) -> HangReport | None:

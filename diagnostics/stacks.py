@@ -13,12 +13,13 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+DEVICE_THREAD = re.compile(r"pt_autograd_\d+")  # what torch calls the threads that run backward, one a device
 _DUMP_SECONDS = 60.0
 _TICK_SECONDS = 0.02  # CPU times are counted in ticks of a hundredth of a second
 _IDLE_SHARE = 0.01  # of one core: what threads that only poll use
@@ -70,6 +71,7 @@ class Snapshot:
     stacks: tuple[Stack, ...]
     cpu_seconds: float
     at_seconds: float  # of time.monotonic
+    device_cpu_seconds: dict[str, float] = field(default_factory=dict)  # of autograd's device threads, by name and native id
 
 
 def take(pid: int, *, native: bool = False) -> Snapshot:
@@ -77,7 +79,7 @@ def take(pid: int, *, native: bool = False) -> Snapshot:
     if has_ended(pid):
         raise NoSuchProcess(f"there is no process {pid}: it has ended, or never was")
     command = [_py_spy(), "dump", "--json", "--pid", str(pid), *(["--native"] if native else [])]
-    at_seconds, cpu = time.monotonic(), cpu_seconds(pid)
+    at_seconds, cpu, device_cpu = time.monotonic(), cpu_seconds(pid), _device_cpu_seconds(pid)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -86,7 +88,8 @@ def take(pid: int, *, native: bool = False) -> Snapshot:
         if has_ended(pid):
             raise NoSuchProcess(f"process {pid} ended while it was looked at")
         raise CannotObserve(explain(pid, done.stderr))
-    return Snapshot(pid=pid, stacks=parse(done.stdout, pid), cpu_seconds=cpu, at_seconds=at_seconds)
+    stacks = parse(done.stdout, pid)
+    return Snapshot(pid=pid, stacks=stacks, cpu_seconds=cpu, at_seconds=at_seconds, device_cpu_seconds=device_cpu)
 
 
 def parse(text: str, pid: int | None = None) -> tuple[Stack, ...]:
@@ -146,6 +149,18 @@ def _own_cpu_seconds(process: psutil.Process) -> float:
         return float(sum(process.cpu_times()[:4]))  # user, system, and the same of ended children
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return 0.0
+
+
+def _device_cpu_seconds(pid: int) -> dict[str, float]:
+    """py-spy does not show those that are in C++ only: they have no Python stack."""
+    try:
+        threads = psutil.Process(pid).threads()
+    except psutil.Error:
+        return {}
+    named = [(_native_name(pid, thread.id) or "", thread) for thread in threads]
+    return {
+        f"{name} ({thread.id})": thread.user_time + thread.system_time for name, thread in named if DEVICE_THREAD.fullmatch(name)
+    }
 
 
 def _py_spy() -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from diagnostics.stacks import Frame, Stack
+from diagnostics.stacks import DEVICE_THREAD, Frame, Stack
 
 State = Literal[
     "waits for the compile lock",
@@ -49,7 +49,6 @@ _NATIVE_COLLECTIVE = re.compile(r"c10d::|nccl|gloo::", re.IGNORECASE)
 _NATIVE_SYNCHRONISATION = re.compile(r"cu(da)?(Device|Stream|Event|Ctx)Synchronize|hip\w+Synchronize")
 _SYNCHRONISES = re.compile(r"synchronize\(|\.(item|tolist|cpu)\(\)")
 _ACQUIRES = re.compile(r"\.acquire\(")
-_DEVICE_THREAD = re.compile(r"pt_autograd_\d+")
 _STANDARD_LIBRARY = re.compile(r"^<frozen |/lib/python[\d.]+/(?!(site|dist)-packages/)")
 _TORCH = re.compile(r"(site-packages|dist-packages|pytorch)/torch/")
 
@@ -124,7 +123,7 @@ def with_statements(file: str, name: str) -> tuple[tuple[range, range], ...]:
 
 def is_device_thread(stack: Stack) -> bool:
     """A thread that autograd started for a device, by its native name or by what Python calls it first."""
-    if _DEVICE_THREAD.fullmatch(stack.name):
+    if DEVICE_THREAD.fullmatch(stack.name):
         return True
     frames = stack.python_frames
     return bool(frames) and stack.name.startswith("native thread") and frames[-1].file.endswith("torch/autograd/function.py")

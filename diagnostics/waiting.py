@@ -3,8 +3,8 @@
 A deadlock is a cycle of waits among threads that did not move between two looks. A stall is a process none of whose busy
 threads moved, which used no CPU time, and in which some thread waits for more than work to do.
 
-Limits: the only lock whose holder is known is Dynamo's compile lock. Which of several busy device threads a backward waits
-for is not visible from outside: all count, and a cycle through one of them is believed because nothing in it moved. A long
+Limits: the only lock whose holder is known is Dynamo's compile lock. Which of several device threads a backward waits for is
+not visible from outside: all with Python frames count, and a cycle is a hazard, not an error, while another one works. A long
 kernel, a slow peer or a slow disk under a compile looks like a stall: look again with a longer time between the looks.
 This module imports no torch.
 """
@@ -70,7 +70,9 @@ def analyse(earlier: Snapshot, later: Snapshot) -> HangReport:
     edges = waits(threads)
     still = _still(earlier, later)
     seconds = later.at_seconds - earlier.at_seconds
-    findings = tuple(_deadlock(cycle, edges, threads) for cycle in cycles(edges) if still.issuperset(_members(cycle)))
+    findings = tuple(
+        _deadlock(cycle, edges, threads, _working(earlier, later)) for cycle in cycles(edges) if still.issuperset(_members(cycle))
+    )
     if not findings and _stalled(threads, still) and not worked(earlier.cpu_seconds, later.cpu_seconds, seconds):
         findings = (_stall(threads, seconds),)
     missing = tuple(f"{file} cannot be read here: who holds the compile lock may be missed" for file in unreadable(later.stacks))
@@ -137,7 +139,16 @@ def _stalled(threads: tuple[ThreadState, ...], still: set[int]) -> bool:
     return bool(waiting) and all(thread.native_id in still for thread in busy)
 
 
-def _deadlock(cycle: tuple[Wait, ...], edges: tuple[Wait, ...], threads: tuple[ThreadState, ...]) -> Finding:
+def _working(earlier: Snapshot, later: Snapshot) -> tuple[str, ...]:
+    """Autograd's device threads that used CPU time between the looks."""
+    before, after = earlier.device_cpu_seconds, later.device_cpu_seconds
+    seconds = later.at_seconds - earlier.at_seconds
+    return tuple(name for name, used in after.items() if worked(before.get(name, 0.0), used, seconds))
+
+
+def _deadlock(
+    cycle: tuple[Wait, ...], edges: tuple[Wait, ...], threads: tuple[ThreadState, ...], working: tuple[str, ...]
+) -> Finding:
     thread = {each.native_id: each for each in threads}
     # Begin with the holder of the lock: that is how the failure is told.
     first = next((at for at, edge in enumerate(cycle) if thread[edge.waiter].holds_compile_lock), 0)
@@ -146,11 +157,12 @@ def _deadlock(cycle: tuple[Wait, ...], edges: tuple[Wait, ...], threads: tuple[T
     told = "; ".join(_sentence(edge, thread) for edge in cycle)
     behind = sorted({edge.waiter for edge in edges} - _members(cycle))
     also = f"; behind them wait {', '.join(thread[each].label for each in behind)}" if behind else ""
+    doubt = f"; not certain while {', '.join(working)} works, which may be what is waited for: look again" if working else ""
     is_f8 = {edge.reason for edge in cycle} == {_LOCK_REASON, _AUTOGRAD_REASON}
     return Finding(
         id="F8" if is_f8 else "deadlock",
-        severity="error",
-        what=f"{'deadlock: ' if is_f8 else ''}{told}{also}",
+        severity="hazard" if working else "error",
+        what=f"{'deadlock: ' if is_f8 else ''}{told}{also}{doubt}",
         who=tuple(each.name for each in names),
         where=tuple(each.where[-1] for each in names if each.where),
         why=CATALOGUE["F8"].why if is_f8 else "These threads wait for each other, so none of them goes on.",

@@ -156,6 +156,20 @@ def test_a_cycle_in_which_a_thread_moved_is_not_believed() -> None:
     assert report.findings == ()
 
 
+def test_a_cycle_is_not_certain_while_another_device_thread_works() -> None:
+    before, after = snapshot(HOLDER, DEVICE), snapshot(HOLDER, DEVICE, at_seconds=5.0)
+    severities = [
+        analyse(
+            dataclasses.replace(before, device_cpu_seconds={"pt_autograd_0 (12)": 1.0, "pt_autograd_1 (15)": 1.0}),
+            dataclasses.replace(after, device_cpu_seconds={"pt_autograd_0 (12)": 1.0, "pt_autograd_1 (15)": used}),
+        )
+        .findings[0]
+        .severity
+        for used in (1.0, 2.0)
+    ]
+    assert severities == ["error", "hazard"]
+
+
 def test_a_holder_that_waits_for_the_lock_again_holds_it() -> None:
     (stack,) = parse(json.dumps([thread("t", 1, LOCK_HEAD, COMPILE, LOCK_BODY)]))
     assert classify(stack).holds_compile_lock
@@ -314,7 +328,7 @@ def test_a_process_of_one_thread_and_one_that_works_are_not_looked_at(monkeypatc
     monkeypatch.setattr(hang_watch, "cpu_seconds", lambda pid: float(next(used)) if pid == 1 else 0.0)
     monkeypatch.setattr(hang_watch, "_threads", lambda pid: 2 if pid == 1 else 1)
     monkeypatch.setattr(hang_watch, "take", lambda _pid: pytest.fail("looked"))
-    watch = HangWatch(lambda: [1, 2], stall_seconds=0.01)
+    watch = HangWatch(lambda: [1, 2], stall_seconds=1e-9)
     assert [watch.check() for _ in range(20)] == [None] * 20
 
 
@@ -338,11 +352,12 @@ def test_a_real_deadlock_is_named_with_what_to_do(
     assert hang.main([str(deadlocked.pid), "--watch", "0.5", "--json", str(file)]) == 1
     report = json.loads(file.read_text())
     (finding,) = report["findings"]
-    assert (finding["id"], finding["who"][0], report["stuck"]) == ("F8", "compiles", True)
+    assert (finding["id"], finding["severity"], finding["who"][0], report["stuck"]) == ("F8", "error", "compiles", True)
     states = {each["name"]: each["state"] for each in report["threads"]}
     assert states["compiles"] == states["trains"] == "waits in autograd"
     (device,) = [each for each in report["threads"] if each["device_thread"] and each["in_python"]]
     assert (device["state"], device["name"]) == ("waits for the compile lock", finding["who"][1])
+    assert [name.split()[0] for name in stacks.take(deadlocked.pid).device_cpu_seconds] == [device["name"]]
     printed = " ".join(capsys.readouterr().out.split())
     assert "holds the compile lock and waits for autograd's device thread" in printed
     assert "what to do: Kill the process" in printed
