@@ -4,7 +4,7 @@ A stack says where a thread is, not what it waits for. That is read from the sou
 the head of `with compile_lock` waits for the lock, a thread in the body of such a statement, or further in, holds it.
 
 Limits: the source must be readable here at the path that the process has; locks taken by `acquire()` have no visible holder;
-`idle` is every other wait (queues, conditions, files, sockets, sleep) and C code that the table below does not know.
+`idle` is every other wait (queues, conditions, files, sockets, sleep, the GIL) and C code that the tables below do not know.
 Without native frames a wait in C++ looks like its Python caller. This module imports no torch.
 """
 
@@ -55,13 +55,14 @@ _TORCH = re.compile(r"(site-packages|dist-packages|pytorch)/torch/")
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadState:
-    """One thread, read by a person: `inside` is what the thread has begun further out, `where` lines of the program."""
+    """One thread, read by a person: `inside` is what it has begun further out."""
 
     name: str
     native_id: int
     state: State
     inside: tuple[str, ...]
-    where: tuple[str, ...]  # the innermost last
+    at: str  # the innermost Python line, empty outside Python
+    where: tuple[str, ...]  # lines of the program, the innermost last
     holds_compile_lock: bool
     holds_gil: bool
     device_thread: bool  # started by autograd for a device
@@ -88,6 +89,7 @@ def classify(stack: Stack) -> ThreadState:
         native_id=stack.native_id,
         state=_state(stack, lock, inside),
         inside=tuple(inside),
+        at=_line(frames[0]) if frames else "",
         where=program_lines(frames),
         holds_compile_lock=lock == "holds",
         holds_gil=stack.owns_gil,
@@ -133,7 +135,7 @@ def program_lines(frames: tuple[Frame, ...], limit: int = _MAX_LINES) -> tuple[s
     """The program's last `limit` lines, the innermost last; torch's and Python's own where there are no others."""
     program = [frame for frame in frames if not (_TORCH.search(frame.file) or _STANDARD_LIBRARY.search(frame.file))]
     chosen = (program or list(frames))[:limit]
-    return tuple(f"{_short(frame.file)}:{frame.line} {frame.name}" for frame in reversed(chosen))
+    return tuple(_line(frame) for frame in reversed(chosen))
 
 
 def unreadable(stacks: tuple[Stack, ...]) -> tuple[str, ...]:
@@ -210,5 +212,6 @@ def _source_line(frame: Frame) -> str:
     return lines[frame.line - 1].strip() if 0 < frame.line <= len(lines) else ""
 
 
-def _short(file: str) -> str:
-    return file.rpartition("site-packages/")[2].removeprefix(f"{Path.cwd()}/")
+def _line(frame: Frame) -> str:
+    file = frame.file.rpartition("site-packages/")[2].removeprefix(f"{Path.cwd()}/")
+    return f"{file}:{frame.line} {frame.name}"

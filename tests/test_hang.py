@@ -357,10 +357,14 @@ def test_a_real_deadlock_is_named_with_what_to_do(
     assert states["compiles"] == states["trains"] == "waits in autograd"
     (device,) = [each for each in report["threads"] if each["device_thread"] and each["in_python"]]
     assert (device["state"], device["name"]) == ("waits for the compile lock", finding["who"][1])
-    assert [name.split()[0] for name in stacks.take(deadlocked.pid).device_cpu_seconds] == [device["name"]]
+    device_threads = stacks.take(deadlocked.pid).device_cpu_seconds
+    assert f"{device['name']} ({device['native_id']})" in device_threads
     printed = " ".join(capsys.readouterr().out.split())
     assert "holds the compile lock and waits for autograd's device thread" in printed
     assert "what to do: Kill the process" in printed
+    assert (
+        device["at"] == f"torch/_dynamo/convert_frame.py:{line_of(str(CONVERT_FRAME), LOCK_HEAD[2])} CatchErrorsWrapper.__call__"
+    )
 
 
 def test_a_process_of_ones_own_that_hangs_is_noticed(deadlocked: subprocess.Popen[str]) -> None:
