@@ -111,14 +111,15 @@ def print_report(console: Console, report: HangReport) -> None:
 
 def _table(report: HangReport) -> Table:
     table = Table(title=f"Threads of process {report.pid}", title_justify="left", show_lines=True)
-    for header in ("thread", "native id", "state", "where in the program", "waits for"):
+    for header in ("thread", "native id", "state", "where (torch, then the program)", "waits for"):
         table.add_column(header, overflow="fold")
     for thread in report.threads:
+        where = "\n".join(dict.fromkeys((thread.at, *reversed(thread.where))))
         cells = (
             thread.name,
             str(thread.native_id),
             _state(thread),
-            "\n".join(reversed(thread.where)),
+            where,
             _waits_for(thread, report),
         )
         table.add_row(*(escape(cell) for cell in cells))

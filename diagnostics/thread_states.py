@@ -35,10 +35,10 @@ State = Literal[
 Lock = Literal["waits", "holds"]
 _LOCK = "compile_lock"
 _MAX_LINES = 3
-_COMPILING = {  # file -> functions, any if empty
+_COMPILING = {  # file -> functions; other functions of these files also run compiled code
     "torch/_dynamo/convert_frame.py": ("_compile", "compile_inner"),
-    "torch/_inductor/compile_fx.py": (),
-    "torch/_functorch/aot_autograd.py": (),
+    "torch/_inductor/compile_fx.py": ("compile_fx", "compile_fx_inner", "compile_fx_forward", "compile_fx_backward"),
+    "torch/_functorch/_aot_autograd/graph_compile.py": ("aot_stage1_graph_capture", "aot_stage2_compile"),
 }
 _TRACING = {
     "torch/fx/_symbolic_trace.py": ("trace",),
@@ -185,7 +185,7 @@ def _function(frame: Frame) -> str:
 
 
 def _one_of(frame: Frame, table: dict[str, tuple[str, ...]]) -> bool:
-    return any(frame.file.endswith(file) and (not names or _function(frame) in names) for file, names in table.items())
+    return any(frame.file.endswith(file) and _function(frame) in names for file, names in table.items())
 
 
 def _with_statements(tree: ast.Module, name: str) -> Iterator[tuple[range, range]]:

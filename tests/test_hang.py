@@ -22,6 +22,7 @@ from diagnostics.stacks import CannotObserve, NoSuchProcess, Snapshot, Stack, pa
 from diagnostics.thread_states import State, classify
 from diagnostics.waiting import HangReport, analyse
 
+pytestmark = pytest.mark.timeout(120)  # for failures: a watch has no end of its own
 ROOT = Path(__file__).parent.parent
 LIMIT_SECONDS = 60.0
 IDLE = """
@@ -48,6 +49,7 @@ COMPILE = ("ConvertFrame._compile", str(CONVERT_FRAME), "def _compile(")
 LOCK_HEAD = ("__call__", str(CONVERT_FRAME), "with compile_lock, _disable_current_modes():")
 LOCK_BODY = ("__call__", str(CONVERT_FRAME), "frame, cache_entry, self.hooks, frame_state, skip=1")
 BACKWARD_HEAD = ("compile_fx_backward", str(torch_file("_inductor/compile_fx.py")), "with compile_lock:")
+AOT_AUTOGRAD = "/v/site-packages/torch/_functorch/aot_autograd.py"
 PROGRAM = ("step", "/home/me/train.py", "")
 
 
@@ -96,6 +98,7 @@ WAITER = thread("waits", 14, LOCK_HEAD, PROGRAM)
         ("in a collective", (("all_reduce", "/v/site-packages/torch/distributed/distributed_c10d.py", ""), PROGRAM), False),
         ("synchronises with a device", (("Event.synchronize", "/v/site-packages/torch/cuda/streams.py", ""), PROGRAM), True),
         ("running", (PROGRAM,), True),
+        ("running", (("f", "/x.py", ""), ("_TorchDynamoContext.forward", AOT_AUTOGRAD, ""), PROGRAM), True),
         ("idle", (("wait", "/usr/lib/python3.11/threading.py", ""), PROGRAM), False),
         ("idle", (), False),
     ],
@@ -230,7 +233,7 @@ def child(*arguments: str) -> subprocess.Popen[str]:
         (sys.executable, *arguments), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
     )
     assert process.stdout is not None
-    process.stdout.readline()
+    assert process.stdout.readline(), "the child ended before it was ready: its error is on standard error"
     return process
 
 
