@@ -29,6 +29,10 @@ from diagnostics.waiting import HangReport, analyse
 
 _LOOK_SECONDS = 2.0
 _POLL_SECONDS = 0.2
+_NOTHING = (
+    "nothing is known to be stuck: queues and conditions of the program's own look idle from outside, and so do waits in C++ "
+    "without --native"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,9 +108,7 @@ def print_report(console: Console, report: HangReport) -> None:
     for sentence in report.not_observed:
         console.print(f"[yellow]not observed[/]: {escape(sentence)}", highlight=False)
     if not report.stuck:
-        console.print(
-            "nothing is known to be stuck: queues and locks of the program's own look idle from outside", highlight=False
-        )
+        console.print(_NOTHING, highlight=False)
 
 
 def _table(report: HangReport) -> Table:

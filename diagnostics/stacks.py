@@ -173,7 +173,9 @@ def _py_spy() -> str:
 
 def _stack(thread: dict[str, Any], pid: int | None, directory: str | None) -> Stack:
     native_id = int(thread["os_thread_id"] or thread["thread_id"])
-    name = thread["thread_name"] or (_native_name(pid, native_id) if pid is not None else None)
+    name = thread["thread_name"] or ("MainThread" if native_id == pid else None)  # unnamed until threading is imported
+    if name is None and pid is not None:
+        name = _native_name(pid, native_id)
     return Stack(
         name=name or f"native thread {native_id}",
         native_id=native_id,

@@ -243,6 +243,14 @@ def test_a_process_that_is_merely_idle_is_not_stuck(idle: subprocess.Popen[str])
     assert not report.stuck
 
 
+def test_a_main_thread_that_never_imported_threading_has_its_name() -> None:
+    with child("-c", "import sys; print(1, flush=True); sys.stdin.read()") as process:
+        try:
+            assert [each.name for each in hang.inspect(process.pid, seconds=0.1).threads] == ["MainThread"]
+        finally:
+            process.kill()
+
+
 def test_a_watch_ends_with_the_process(
     idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,7 +391,9 @@ def test_a_process_of_ones_own_that_hangs_is_noticed(deadlocked: subprocess.Pope
 
 def test_a_report_without_findings_says_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> None:
     hang.print_report(Console(width=140), look_twice(RESTING))
-    assert "queues and locks of the program's own look idle" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "queues and conditions of the program's own look idle" in printed
+    assert "waits in C++ without --native" in printed
 
 
 def test_a_stack_keeps_only_python_frames_apart() -> None:
