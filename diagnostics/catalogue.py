@@ -79,12 +79,15 @@ CATALOGUE = {
         "thread, or as an argument of torch.compile). fullgraph=True turns such a fallback into an error.",
     ),
     "F8": Failure(
-        "deadlock of the compile lock and autograd's device thread",
-        "A compile holds the lock and waits for a backward; autograd's one thread for this device runs another backward, whose "
-        "graph is compiled lazily and waits for the lock.",
-        "Compile forward and backward of everything in one thread before the others start; or run backward in the calling "
-        "thread (torch.autograd.set_multithreading_enabled(False)), or set "
-        "torch._functorch.config.force_non_lazy_backward_lowering. Holding a lock of your own around backward makes it worse.",
+        "the compile lock and autograd's device thread wait for each other",
+        "Autograd runs the backward of all threads that use one device in one thread of its own. A thread that compiles holds "
+        "the compile lock and takes a gradient meanwhile (flex_attention does), so it waits for the device thread; that one runs "
+        "another thread's backward, which compiles (lazily, at the first backward) and waits for the lock.",
+        "Kill the process: it does not end by itself. Then let one thread do every first compile, forward and backward, for "
+        "every shape, before the others start; or give each device its own process; or run backward in the calling thread "
+        "(torch.autograd.set_multithreading_enabled(False)) with thread-isolated tracing, or compile backward "
+        "graphs together with the forward (torch._functorch.config.force_non_lazy_backward_lowering). Hold no lock of your own "
+        "around backward.",
     ),
     "F9": Failure(
         "a setting does not reach the thread that compiles",

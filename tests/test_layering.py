@@ -37,6 +37,7 @@ LAYERS = (
 PURE = (  # imports no torch: usable in a report or a CI job without it
     *("dflash.config", "dflash.events", "dflash.presets", "dflash.decoding.acceptance"),
     *("diagnostics.records", "diagnostics.catalogue", "diagnostics.findings", "diagnostics.gpu", "diagnostics.report"),
+    *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
     *("regression.spec", "regression.child", "regression.store"),
 )
 STARTS_THREADS = {"Thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "Process", "init_process_group"}
