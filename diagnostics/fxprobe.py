@@ -13,10 +13,11 @@ with --fail-on hazard), 2 bad usage, 3 hazards only or something not observed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -28,11 +29,16 @@ from diagnostics.report import print_report
 from diagnostics.session import Outcome, UsageError, observe_program
 
 _SECONDS_BETWEEN_PROGRESS = 10.0
+_STALL_SECONDS = 60.0
+_OTHER_COMMANDS = {"--self-test": "diagnostics.selftest", "--scan": "diagnostics.scan", "--attach": "diagnostics.hang"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] and arguments[0] in _OTHER_COMMANDS:
+        other: Callable[[Sequence[str]], int] = importlib.import_module(_OTHER_COMMANDS[arguments[0]]).main
+        return other(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     command = options.program[1:] if options.program[:1] == ["--"] else options.program
@@ -42,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if path is not None and not path.absolute().parent.is_dir():
             parser.error(f"{path}: there is no directory {path.absolute().parent}")
     try:
-        outcome = observe_program(command, seconds_between_progress=options.progress)
+        outcome = observe_program(command, seconds_between_progress=options.progress, stall_seconds=options.stall)
     except UsageError as error:
         print(f"fxprobe: {error}", file=sys.stderr)  # noqa: T201 - a message of the command
         return 2
@@ -59,6 +65,8 @@ def exit_code(outcome: Outcome, findings: Sequence[Finding], *, fail_on: str) ->
 
 def _report(options: argparse.Namespace, command: list[str], outcome: Outcome) -> int:
     findings = conclude_all(outcome.processes)
+    known = {finding.id for finding in findings}
+    findings = (*(hang for hang in outcome.hangs if hang.id not in known), *findings)
     print_report(Console(stderr=True, width=None if sys.stderr.isatty() else 140), outcome, findings)
     code = outcome.exit_code or exit_code(outcome, findings, fail_on=options.fail_on)
     content = {
@@ -102,6 +110,13 @@ def _parser() -> argparse.ArgumentParser:
         default=_SECONDS_BETWEEN_PROGRESS,
         metavar="SECONDS",
         help="time between progress lines on standard error, 0 for none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stall",
+        type=float,
+        default=_STALL_SECONDS,
+        metavar="SECONDS",
+        help="look at the stacks of a process that did nothing for so long, 0 for never (default: %(default)s)",
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- program args")
     return parser

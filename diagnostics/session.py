@@ -8,6 +8,7 @@ from the terminal, and SIGTERM is passed on; this process then waits for it and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -24,10 +25,13 @@ from types import FrameType
 import psutil
 
 from diagnostics.findings import conclude
+from diagnostics.hang_watch import HangWatch
 from diagnostics.journal import ProcessRecord, read_journals
+from diagnostics.records import Finding
 
 _POLL_SECONDS = 0.2
 _UNSEEN_AFTER_SECONDS = 2.0  # a Python process of this age without a journal is not watched
+_SECONDS_BETWEEN_HANG_CHECKS = 1.0
 _INJECT = Path(__file__).parent / "inject"
 
 
@@ -45,17 +49,21 @@ class Outcome:
     others: int  # Python processes that did not
     not_observed: tuple[str, ...]  # such a run is never called clean
     notes: tuple[str, ...]
+    hangs: tuple[Finding, ...] = ()  # seen from outside while it ran
 
 
-def observe_program(command: Sequence[str], *, seconds_between_progress: float) -> Outcome:
-    """Run `command` to its end under the probes. Raises UsageError when it cannot be started."""
+def observe_program(command: Sequence[str], *, seconds_between_progress: float, stall_seconds: float) -> Outcome:
+    """Run `command` to its end under the probes. Raises UsageError when it cannot be started.
+
+    A process that does nothing for `stall_seconds` is looked at with py-spy (0: never); it is left as it is.
+    """
     resolved = resolve(command)
     try:
         directory = Path(tempfile.mkdtemp(prefix="fxprobe-"))
     except OSError as error:
         raise UsageError(f"no directory for the journals: {error}; set TMPDIR to one that can be written") from error
     try:
-        return _run(resolved, directory, seconds_between_progress)
+        return _run(resolved, _Watcher(directory, seconds_between_progress, stall_seconds))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -81,11 +89,10 @@ def resolve(command: Sequence[str]) -> list[str]:
     return [found, *command[1:]]
 
 
-def _run(command: list[str], directory: Path, seconds_between_progress: float) -> Outcome:
+def _run(command: list[str], watcher: _Watcher) -> Outcome:
     started = time.monotonic()
-    watcher = _Watcher(directory, seconds_between_progress)
     try:
-        program = subprocess.Popen(command, env=_environment(directory))
+        program = subprocess.Popen(command, env=_environment(watcher.directory))
     except OSError as error:
         raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
     with _signals_for(program):
@@ -122,10 +129,13 @@ def _signals_for(program: subprocess.Popen[bytes]) -> Iterator[None]:
 class _Watcher:
     """What can be seen of the program from outside while it runs."""
 
-    def __init__(self, directory: Path, seconds_between_progress: float) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, seconds_between_progress: float, stall_seconds: float) -> None:
+        self.directory = directory
         self._between = seconds_between_progress
-        self._started = self._shown = time.monotonic()
+        self._started = self._shown = self._checked = time.monotonic()
+        self._hang_watch = HangWatch(self._watched_pids, stall_seconds) if stall_seconds else None
+        self._hangs: list[Finding] = []
+        self._hangs_unseen: list[str] = []
         self._python: dict[int, str] = {}  # pid -> command of Python processes that should have a journal
         self._alive: set[int] = set()
 
@@ -139,6 +149,9 @@ class _Watcher:
         if self._between and time.monotonic() - self._shown >= self._between:
             self._shown = time.monotonic()
             self._progress()
+        if self._hang_watch is not None and time.monotonic() - self._checked >= _SECONDS_BETWEEN_HANG_CHECKS:
+            self._checked = time.monotonic()
+            self._check_hang(self._hang_watch)
 
     def _note(self, process: psutil.Process) -> None:
         with contextlib.suppress(psutil.Error):
@@ -147,8 +160,20 @@ class _Watcher:
             if old and process.pid not in self._python and Path(process.exe()).name.startswith("python"):
                 self._python[process.pid] = " ".join(process.cmdline()[1:4])
 
+    def _watched_pids(self) -> list[int]:
+        return [pid for pid in self._alive if any(self.directory.glob(f"{pid}-*"))]
+
+    def _check_hang(self, watch: HangWatch) -> None:
+        report = watch.check()
+        if report is None:
+            return
+        self._hangs_unseen += report.not_observed
+        for finding in report.findings:
+            self._hangs.append(dataclasses.replace(finding, process=f"pid {report.pid}"))
+            _say(f"process {report.pid} is stuck: {finding.what}. It is left as it is: end it with kill {report.pid}")
+
     def _progress(self) -> None:
-        processes = [record for record in read_journals(self._directory) if record.torch is not None]
+        processes = [record for record in read_journals(self.directory) if record.torch is not None]
         counts = {"trace": 0, "compile": 0}
         for record in processes:
             for seen in record.observations:
@@ -156,16 +181,14 @@ class _Watcher:
                     counts[seen.kind] += seen.count
         findings = [finding for record in processes for finding in conclude(record.observations)]
         worst = {severity: sum(finding.severity == severity for finding in findings) for severity in ("error", "hazard")}
-        print(  # noqa: T201 - progress of the command
-            f"fxprobe: {time.monotonic() - self._started:.0f} s, {len(processes)} processes with torch, "
-            f"{counts['trace']} traces, {counts['compile']} compiles, {worst['error']} errors, {worst['hazard']} hazards",
-            file=sys.stderr,
-            flush=True,
+        _say(
+            f"{time.monotonic() - self._started:.0f} s, {len(processes)} processes with torch, "
+            f"{counts['trace']} traces, {counts['compile']} compiles, {worst['error']} errors, {worst['hazard']} hazards"
         )
 
     def outcome(self, code: int, *, seconds: float) -> Outcome:
         """Everything, when the program has ended."""
-        records = read_journals(self._directory)
+        records = read_journals(self.directory)
         processes = tuple(record for record in records if record.torch is not None)
         journals = {record.pid for record in records}
         missing = [f"{command} (pid {pid})" for pid, command in self._python.items() if pid not in journals]
@@ -183,8 +206,9 @@ class _Watcher:
             seconds=seconds,
             processes=processes,
             others=len(records) - len(processes),
-            not_observed=tuple(dict.fromkeys(unseen)),
+            not_observed=tuple(dict.fromkeys([*unseen, *self._hangs_unseen])),
             notes=tuple(dict.fromkeys(notes)),
+            hangs=tuple(self._hangs),
         )
 
     def _end_notes(self, record: ProcessRecord) -> list[str]:
@@ -197,3 +221,7 @@ class _Watcher:
 
 def _of(record: ProcessRecord, processes: Sequence[ProcessRecord], sentence: str) -> str:
     return f"{record.label}: {sentence}" if len(processes) > 1 else sentence
+
+
+def _say(sentence: str) -> None:
+    print(f"fxprobe: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 - a message of the command

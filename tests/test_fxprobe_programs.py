@@ -348,3 +348,38 @@ def test_the_page_says_what_the_terminal_says_and_escapes_the_program(run: Run, 
     assert "hazard stance" in text.replace("</b>", "").replace("<b>", "")
     assert "&lt;b&gt;here&lt;/b&gt;" in text
     assert "<script" not in text
+
+
+def test_a_deadlock_is_named_while_the_program_hangs_and_when_it_was_killed(run: Run) -> None:
+    """The seams of F8 with stand-ins: a thread that Python did not start waits for the lock of one inside autograd."""
+    code = run(
+        """
+        import ctypes, os, signal, threading, torch, torch._dynamo.convert_frame as convert_frame
+        held, waiting = threading.Event(), threading.Event()
+
+        def _engine_run_backward():
+            held.set()
+            waiting.wait(2)
+
+        def compiles():
+            with convert_frame.compile_lock:
+                _engine_run_backward()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+        def device_thread(_argument):
+            held.wait(60)
+            with convert_frame.compile_lock:
+                pass
+
+        threading.Thread(target=compiles, name="compiling").start()
+        native = ctypes.c_ulong()
+        ctypes.CDLL(None).pthread_create(ctypes.byref(native), None, device_thread, None)
+        threading.Event().wait(60)
+        """
+    )
+    assert code == 137
+    (finding,) = [finding for finding in run.report["findings"] if finding["id"] == "F8"]
+    assert finding["severity"] == "error"
+    assert finding["who"][0] == "compiling"
+    assert finding["who"][1].startswith("native thread")
