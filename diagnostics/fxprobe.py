@@ -66,7 +66,7 @@ def exit_code(outcome: Outcome, findings: Sequence[Finding], *, fail_on: str) ->
 def _report(options: argparse.Namespace, command: list[str], outcome: Outcome) -> int:
     findings = conclude_all(outcome.processes)
     known = {finding.id for finding in findings}
-    findings = (*(hang for hang in outcome.hangs if hang.id not in known), *findings)
+    findings = (*(hang for hang in outcome.hangs if hang.id not in known | _explained_by(known)), *findings)
     print_report(Console(stderr=True, width=None if sys.stderr.isatty() else 140), outcome, findings)
     code = outcome.exit_code or exit_code(outcome, findings, fail_on=options.fail_on)
     content = {
@@ -87,6 +87,11 @@ def _report(options: argparse.Namespace, command: list[str], outcome: Outcome) -
         print(f"fxprobe: cannot write {error.filename}: {error.strerror}", file=sys.stderr)  # noqa: T201 - a message
         return code or 2
     return code
+
+
+def _explained_by(known: set[str]) -> set[str]:
+    """A process that stands still in a deadlock is told by the deadlock."""
+    return {"stall"} if "F8" in known else set()
 
 
 def _write(path: Path, text: str) -> None:

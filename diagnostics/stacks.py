@@ -27,6 +27,7 @@ _NO_RIGHTS = (
     "no right to trace process {pid}: run this command as root or, where kernel.yama.ptrace_scope is 0, as the user who started "
     "the process; in a container start it with --cap-add SYS_PTRACE"
 )
+_PROBES = "/diagnostics/patch.py"
 
 
 class CannotObserve(Exception):
@@ -59,8 +60,8 @@ class Stack:
 
     @property
     def python_frames(self) -> tuple[Frame, ...]:
-        """The frames without C and C++."""
-        return tuple(frame for frame in self.frames if not frame.native)
+        """The frames without C and C++, and without those that the probes put around torch's functions."""
+        return tuple(frame for frame in self.frames if not frame.native and not frame.file.endswith(_PROBES))
 
 
 @dataclass(frozen=True, kw_only=True)
