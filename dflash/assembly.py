@@ -65,7 +65,7 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy) -> Par
     if config.data.packing == "documents" and not supports_packing(model):
         raise ConfigError(f"target {config.target.path} cannot separate packed documents: use --data.packing none")
     stream, heldout = _streams(config, settings, mask_token_id)
-    _report_skipped(config, stream)
+    _report_skipped(config, {"train": stream, "heldout": heldout})
     drafters = []
     events.record("phase", text=f"building {len(placement.drafters)} drafters")
     for device in placement.drafters:
@@ -113,15 +113,16 @@ def _streams(config: RunConfig, settings: Any, mask_token_id: int) -> tuple[Pack
         return stream, None
 
 
-def _report_skipped(config: RunConfig, stream: PackedStream) -> None:
-    if stream.truncated:
-        events.record(
-            "notice", text=f"{len(stream.truncated)} examples are longer than {config.data.sequence_length} tokens and were cut"
-        )
-    if not stream.skipped:
+def _report_skipped(config: RunConfig, streams: dict[str, PackedStream | None]) -> None:
+    for split, stream in streams.items():
+        if stream is not None and stream.truncated:
+            count, length = len(stream.truncated), config.data.sequence_length
+            events.record("notice", text=f"{count} {split} examples are longer than {length} tokens and were cut")
+    skipped = [(split, *skip) for split, stream in streams.items() if stream is not None for skip in stream.skipped]
+    if not skipped:
         return
     listing = config.output / "skipped.jsonl"
-    lines = [json.dumps({"sample_id": sample, "reason": reason}) + "\n" for sample, reason in stream.skipped]
+    lines = [json.dumps({"split": split, "sample_id": sample, "reason": reason}) + "\n" for split, sample, reason in skipped]
     listing.write_text("".join(lines), encoding="utf-8")
-    shown = "; ".join(f"{sample}: {reason}" for sample, reason in stream.skipped[:SHOWN])
-    events.record("notice", text=f"{len(stream.skipped)} examples skipped, all listed in {listing}: {shown}")
+    shown = "; ".join(f"{sample}: {reason}" for _, sample, reason in skipped[:SHOWN])
+    events.record("notice", text=f"{len(skipped)} examples skipped, all listed in {listing}: {shown}")

@@ -111,3 +111,12 @@ def test_every_preset_survives_a_round_trip_through_json(name: str) -> None:
 
 def test_a_bfloat16_target_trains_on_a_cpu(tmp_path: Path) -> None:
     assert command.main([*flags(tmp_path / "run"), "--target.dtype", "bfloat16"]) == 0
+
+
+@pytest.mark.parametrize(("dtype", "lossless", "code"), [("float32", False, 1), ("float32", True, 0), ("bfloat16", False, 0)])
+def test_lost_tokens_fail_in_float32_only(
+    dtype: str, lossless: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(command.COMMANDS, "evaluate", lambda _arguments: {"lossless": lossless, "dtype": dtype})
+    assert command.main(["evaluate"]) == code
+    assert json.loads(capsys.readouterr().out)["lossless"] is lossless

@@ -120,6 +120,21 @@ def write_synthetic(config: RunConfig, path: Path, lengths: list[int], **meta: A
     write_examples(path, {"train": examples_of(config, lengths), "heldout": held}, Meta(**(values | meta)))
 
 
+def test_every_skipped_example_is_listed_with_its_split(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", data={"path": tmp_path / "data", "validation_batches": 1}, optim={"steps": 1})
+    made = examples_of(config, [20, 24, 28, 30])
+    unsupervised = [type(e)(sample_id=f"none-{e.sample_id}", ids=e.ids, loss_mask=e.loss_mask & False) for e in made]
+    splits = {"train": [*made[:3], unsupervised[0]], "heldout": [made[3], unsupervised[1]]}
+    meta = Meta(target="random", vocab_size=512, mask_token_id=5, pad_token_id=0, eos_token_ids=(1,))
+    write_examples(tmp_path / "data", splits, meta)
+    train(config)
+    listed = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
+    assert [(line["split"], line["sample_id"]) for line in listed] == [
+        ("train", unsupervised[0].sample_id),
+        ("heldout", unsupervised[1].sample_id),
+    ]
+
+
 def test_best_is_the_checkpoint_with_the_highest_held_out_acceptance(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", data={"path": tmp_path / "data"}, checkpoint={"every_steps": 1, "keep_last": 1})
     write_synthetic(config, tmp_path / "data", [20, 24, 28, 30])
