@@ -20,6 +20,7 @@ import abc
 import contextlib
 import importlib
 import inspect
+import itertools
 import sys
 import threading
 import types
@@ -33,6 +34,7 @@ Subscriber = Callable[[tuple[Any, ...], dict[str, Any]], Finish | None]  # calle
 Report = Callable[[str], None]
 _Entry = tuple[Subscriber, Report]
 _ABSENT = object()
+CALLS_BETWEEN_SAMPLES = 1000
 
 
 class NotObservable(RuntimeError):
@@ -163,6 +165,61 @@ class Function(Point):
         assert self._function is not None
         assert self._original_code is not None
         self._function.__code__ = self._original_code
+
+
+class Check(Function):
+    """A function without arguments that is asked all the time and answers False: whoever hears of true answers only is cheap.
+
+    What the new code needs are its default arguments, which a call without arguments picks up without looking anything up.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        super().__init__(module, name, (), only=True)
+        self._every: list[None] = []  # one for each subscriber that hears of every call
+
+    @contextlib.contextmanager
+    def subscribed(self, subscriber: Subscriber, report: Report) -> Iterator[None]:
+        """As for every point: `subscriber` hears of every call."""
+        self._every.append(None)
+        try:
+            with super().subscribed(subscriber, report):
+                yield
+        finally:
+            self._every.pop()
+
+    @contextlib.contextmanager
+    def subscribed_to_answers(self, subscriber: Subscriber, report: Report) -> Iterator[None]:
+        """`subscriber` hears of each call that answers true, and of one in CALLS_BETWEEN_SAMPLES of the others."""
+        with super().subscribed(subscriber, report):
+            yield
+
+    def answered(self, answer: Any) -> None:
+        """Tell the subscribers of an answer."""
+        call_observed(lambda: answer, self._subscribers, (), {})
+
+    def _install(self) -> None:
+        super()._install()
+        assert self._function is not None
+        assert self._original_code is not None
+        sample = itertools.cycle([False] * (CALLS_BETWEEN_SAMPLES - 1) + [True]).__next__
+        self._code = _rename(_check.__code__, self._original_code)
+        # In this order another thread meets no code without its arguments.
+        self._function.__defaults__ = (self._original, self._every, sample, self)
+        self._function.__code__ = self._code
+
+    def _remove(self) -> None:
+        super()._remove()
+        assert self._function is not None
+        self._function.__defaults__ = None
+
+
+def _check(original: Callable[[], Any], every: list[None], sample: Callable[[], bool], point: Check) -> Any:
+    if every:
+        return point.call((), {})
+    answer = original()
+    if answer or sample():
+        point.answered(answer)
+    return answer
 
 
 class Hook(Point):
@@ -306,15 +363,19 @@ def _code_that_calls(point: Function, like: types.CodeType) -> types.CodeType:
     )
     namespace: dict[str, Any] = {}
     exec(source, namespace)  # noqa: S102 - a template of this file
-    code: types.CodeType = namespace["make"]().__code__.replace(
+    return _rename(namespace["make"]().__code__, like)
+
+
+def _rename(code: types.CodeType, like: types.CodeType) -> types.CodeType:
+    """Code that stands in stack traces, and for Dynamo, where torch's own stood."""
+    return code.replace(
         co_filename=like.co_filename, co_name=like.co_name, co_qualname=like.co_qualname, co_firstlineno=like.co_firstlineno
     )
-    return code
 
 
 TRACE = Function("torch.fx._symbolic_trace", "Tracer.trace", ("self", "root"))
 COMPILE = Function("torch._dynamo.convert_frame", "_compile", ("code",))
-FLAG_CHECK = Function("torch.fx._symbolic_trace", "is_fx_symbolic_tracing", (), only=True)
+FLAG_CHECK = Check("torch.fx._symbolic_trace", "is_fx_symbolic_tracing")
 GRAPH = Function("torch._functorch._aot_autograd.logging_utils", "track_graph_compiling", ("aot_config", "graph_name"))
 SETTING = Function("torch.utils._config_module", "ConfigModule.__setattr__", ("self", "name", "value"), only=True)
 STANCE = Function("torch._dynamo.decorators", "set_stance.__init__", ("self", "stance"))

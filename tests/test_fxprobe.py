@@ -261,6 +261,7 @@ def patched() -> dict[str, Any]:
     return {
         **functions,
         **{f"{name} code": function.__code__ for name, function in functions.items()},
+        "check defaults": check.__defaults__,
         "Tracer": dict(vars(torch.fx.Tracer)),
         "call": torch.nn.Module.__call__,
         "getattr": torch.nn.Module.__getattr__,
@@ -272,7 +273,7 @@ def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
     return all(before[key] is after[key] or (key == "Tracer" and before[key] == after[key]) for key in before)
 
 
-@pytest.mark.parametrize("order", [order for order in itertools.permutations(range(len(PROBES))) if order[0] != 0][::13])
+@pytest.mark.parametrize("order", [order for order in itertools.permutations(range(len(PROBES))) if order[0] != 0][::151])
 def test_torch_is_as_it_was_after_the_probes_came_off_in_any_order(order: tuple[int, ...]) -> None:
     torch.compile(torch.sin, backend="eager")  # torch wraps Tracer.trace at its first compile
     before = patched()

@@ -22,8 +22,6 @@ from diagnostics.probes.tracer import Trace, Traces
 from diagnostics.records import Log, Observation
 from diagnostics.who import program_lines, thread_name
 
-_CALLS_BETWEEN_LOOKS = 1000  # of compiled functions
-
 
 class FlagProbe:
     """Writes down compiled calls that meet a tracing flag, and leaks at quiet moments."""
@@ -33,7 +31,6 @@ class FlagProbe:
         self._traces = Traces(log.not_observed, on_start=self._started, on_end=self._ended)
         self._since_quiet: dict[str, str] = {}  # threads that traced since the last quiet moment, and from which line
         self._known: set[str] = set()
-        self._calls = 0
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -41,7 +38,7 @@ class FlagProbe:
         self._known = set(seams.leaks(seams.tracing_state()))
         for sentence in self._known:
             self._log.not_observed(f"before the probes were attached: {sentence}")
-        with patch.FLAG_CHECK.subscribed(self._asked, self._log.not_observed), self._traces.watched():
+        with patch.FLAG_CHECK.subscribed_to_answers(self._asked, self._log.not_observed), self._traces.watched():
             yield
             self._traces.when_quiet(self._look)
 
@@ -70,9 +67,7 @@ class FlagProbe:
             if _asked_by_compiled_call():
                 self._met()
             return
-        self._calls += 1  # not exact among threads, which does not matter
-        if self._calls % _CALLS_BETWEEN_LOOKS == 0:
-            self._traces.when_quiet(self._look)
+        self._traces.when_quiet(self._look)  # one call in a thousand
 
     def _met(self) -> None:
         me = threading.get_ident()
