@@ -90,32 +90,68 @@ CATALOGUE = {
         "around backward.",
     ),
     "F9": Failure(
-        "a setting does not reach the thread that compiles",
-        "From torch 2.12 settings of torch._dynamo.config and torch._inductor.config belong to the thread that makes them; "
-        "other threads, autograd's own among them, see the defaults.",
-        "Make the setting at the start of every thread that compiles, pass it to torch.compile (recompile_limit=, options=), or "
-        "set its environment variable before torch is imported.",
+        "a setting of torch.compile made in one thread is not seen in another",
+        "From torch 2.12 the values of torch._dynamo.config and torch._inductor.config are context variables: a new thread, and "
+        "autograd's thread of a device, start with the defaults, for example with a recompile limit of 8.",
+        "Set them in every thread, start threads with contextvars.copy_context().run, or pass recompile_limit= and options= to "
+        "torch.compile.",
     ),
     "F10": Failure(
-        "overlapping patches left a setting changed",
-        "Up to torch 2.11 a setting is one for the process: each config.patch restores what it found, and what it found was "
-        "another thread's patch.",
-        "Make settings once, before the threads start; do not use config.patch in threads.",
+        "a setting of torch.compile was undone by another thread",
+        "Up to torch 2.11 the values of torch._dynamo.config are one for the process, and a call of a compiled function sets and "
+        "restores some of them (dynamic= does): overlapping calls restore each other's.",
+        f"Use one value of dynamic= everywhere. {_SERIAL} torch 2.12 and later keep these values per thread.",
+    ),
+    "F11": Failure(
+        "code that asks is_compiling() took the branch of compiled code, although only another thread compiled",
+        "From torch 2.13 torch.compiler.is_compiling() is true in all threads while any thread compiles.",
+        f"Choose between compiled and plain code once, when the program starts, not at each call. {_SERIAL}",
     ),
     "F12": Failure(
         "several threads compiled the same function",
         "First calls that meet at the compile lock do not look at the cache again after waiting; devices have their own guards.",
         f"Nothing is wrong yet, but time and the recompile limit are spent. {_SERIAL}",
     ),
-    "F18": Failure(
-        "guards of a compiled function failed as it was compiled",
-        "Another thread changed what the guards look at between making and checking them.",
+    "F13": Failure(
+        "flex_attention with gradients and without torch.compile traced in two threads at once",
+        "Uncompiled flex_attention traces its score function on every call that needs gradients, under no lock: see F5.",
+        f"Compile the function that calls flex_attention, with fullgraph=True. {_SERIAL}",
+    ),
+    "F14": Failure(
+        "a wrapped function (math.sqrt, torch.fx.wrap) was not known to a trace",
+        "While one thread traces, the functions of the module math, and those given to torch.fx.wrap, are replaced in their "
+        "modules; a tracer made meanwhile in another thread notes the replacements, and does not know the functions later.",
         _SERIAL,
+    ),
+    "F15": Failure(
+        "two exports overlapped, or a module was used while another thread exported it",
+        "An export changes flags and mode stacks of the process and restores what it found, and the module's parameters are "
+        "FakeTensors meanwhile.",
+        "Export in a process of its own, or before the other threads start; export a copy of a module that is in use. After two "
+        "exports overlapped, restart the process.",
+    ),
+    "F16": Failure(
+        "random numbers repeat, or a default is undone, beside a compile",
+        "A compile saves the random state and the default dtype of the process when it begins and restores them when it ends: "
+        "what other threads drew or set meanwhile is undone.",
+        f"Draw from a torch.Generator of the thread's own; set defaults before threads start. {_SERIAL}",
+    ),
+    "F17": Failure(
+        "Triton's autotuner, CUDA-graph trees or cache loads failed in several threads",
+        "They are not thread-safe either; reported as pytorch#123177, pytorch#192368 and triton#11494.",
+        f"Give each GPU its own process. {_SERIAL}",
+    ),
+    "F18": Failure(
+        "guards of a compiled function do not fit the state that it was compiled for",
+        "Another thread changed what the guards look at while the function was compiled or looked up: it recompiles without a "
+        "reason, fails, or is filed under the new state and computes wrong results, silently.",
+        f"Change modes of modules (train, eval) and globals only while nothing compiles. {_SERIAL}",
     ),
     "F19": Failure(
         "a call of a fullgraph function was told that it ran uncompiled, although it did not",
-        "From torch 2.13 the count of compiled frames in a fullgraph=True call is one for the process: calls that overlap in "
-        "three threads can set it back. Rare: seen twice in some tens of thousands of calls under stress.",
+        "From torch 2.13 the count of compiled frames in a fullgraph=True call is one for the process: the end of one call and "
+        "the begin of another, both in a second thread, can set it back. Rare: seen twice in some tens of thousands of calls "
+        "under stress.",
         "After the warm-up call under torch.compiler.set_stance('fail_on_recompile'), which switches this check off and still "
         "refuses to run uncompiled; or compile without fullgraph=True.",
     ),

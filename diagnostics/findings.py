@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from diagnostics.catalogue import CATALOGUE, match
@@ -109,7 +110,8 @@ def _foreign_flag(seen: Observation) -> Finding:
 
 
 def _leak(seen: Observation) -> Finding:
-    return _finding("F6" if "(F6)" in seen.name else "F5", "error", seen.name.partition(". ")[0], seen)
+    failure = re.search(r"\((F\d+)\)", seen.name)  # dflash.fx.seams names it
+    return _finding(failure[1] if failure else "F5", "error", seen.name.partition(". ")[0], seen)
 
 
 def _fallback(seen: Observation) -> Finding:

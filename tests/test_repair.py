@@ -13,7 +13,7 @@ from dflash.fx.repair import repair
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
-import torch
+import math, torch
 from dflash.fx import seams
 from dflash.fx.repair import repair
 from diagnostics.stress import scenarios
@@ -26,6 +26,7 @@ assert seams.leaks(seams.tracing_state())
 print(repair())
 assert not seams.leaks(seams.tracing_state())
 compiled(torch.ones(1, 2))
+assert not hasattr(math.sqrt, "__wrapped__")
 print(repair())
 """
 

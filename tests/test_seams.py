@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
 from types import SimpleNamespace
@@ -81,12 +82,14 @@ def test_a_thread_local_flag_is_read_in_the_calling_thread(monkeypatch: pytest.M
 
 
 def test_what_a_torch_does_not_show_is_unknown_and_not_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_is_fx_tracing_flag", "_is_fx_tracing_tls", "CURRENT_PATCHER", "_orig_module_call"):
+    for name in ("_is_fx_tracing_flag", "_is_fx_tracing_tls", "CURRENT_PATCHER", "_orig_module_call", "_wrapped_fns_to_patch"):
         monkeypatch.delattr(symbolic_trace, name, raising=False)
     monkeypatch.delattr(torch.compiler, "_is_compiling_flag")
     state = seams.tracing_state()
-    assert state == seams.TracingState(flag=None, flag_scope=None, patched_methods=None, patcher=None, compiling=None)
-    assert len(seams.unknown(state)) == 4
+    assert state == seams.TracingState(
+        flag=None, flag_scope=None, patched_methods=None, patcher=None, wrapped_functions=None, compiling=None
+    )
+    assert len(seams.unknown(state)) == 5
 
 
 def test_the_unfused_flex_warning_is_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +103,26 @@ def test_the_unfused_flex_warning_is_a_fallback(monkeypatch: pytest.MonkeyPatch)
 def test_a_flex_module_without_its_warnings_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", SimpleNamespace())
     assert len(seams.unknown(seams.tracing_state())) == 1
+
+
+def test_a_function_left_wrapped_is_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrapper(x: float) -> float:
+        return x
+
+    vars(wrapper)["_Patcher__fx_already_patched"] = True  # the mark of torch.fx
+    monkeypatch.setattr(math, "sqrt", wrapper)
+    (sentence,) = seams.leaks(seams.tracing_state())
+    assert "math.sqrt are still wrapped although nothing traces (F14)" in sentence
+
+
+def test_functions_are_wrapped_while_a_trace_runs_and_not_after() -> None:
+    seen: list[seams.TracingState] = []
+
+    class Looks(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(seams.tracing_state())
+            return x
+
+    torch.fx.symbolic_trace(Looks())
+    assert "math.sqrt" in (seen[0].wrapped_functions or ())
+    assert seams.tracing_state().wrapped_functions == ()

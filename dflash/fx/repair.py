@@ -13,7 +13,7 @@ from dflash.fx import seams
 
 
 def repair() -> list[str]:
-    """Restore torch.nn.Module's methods, the patcher and the flag where they are not the originals; says what it did.
+    """Restore torch.nn.Module's methods, wrapped functions, the patcher and the flag; says what it did.
 
     Raises RuntimeError, having changed nothing, on a torch whose state `dflash.fx.seams` does not know.
     """
@@ -31,4 +31,8 @@ def repair() -> list[str]:
     if state.flag and state.flag_scope == "process":
         setattr(symbolic_trace, "_is_fx_tracing_flag", False)  # noqa: B010 - the name is not on every torch
         done.append("cleared the FX tracing flag")
+    for scope, name in seams.wrapped_places():
+        while seams.is_wrapped(scope[name]):
+            scope[name] = scope[name].__wrapped__
+        done.append(f"restored {scope['__name__']}.{name}")
     return done

@@ -11,6 +11,7 @@ nothing about another's; `tracing_state` reads the calling thread's.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch.fx._symbolic_trace as symbolic_trace
 ORIGINALS = {"__call__": "_orig_module_call", "__getattr__": "_orig_module_getattr"}
 _FLEX_MODULE = "torch.nn.attention.flex_attention"
 _FLEX_FALLBACK = "flex_attention_performance"
+_WRAPPED_MARKS = ("_Patcher__fx_already_patched", "__fx_already_patched")  # torch sets it in a class, where the name is mangled
 _ABSENT = object()
 
 
@@ -33,6 +35,7 @@ class TracingState:
     flag_scope: Literal["process", "thread"] | None
     patched_methods: tuple[str, ...] | None  # methods of torch.nn.Module that are not the originals
     patcher: bool | None  # torch.fx has an active patcher of module globals
+    wrapped_functions: tuple[str, ...] | None  # functions of math and of torch.fx.wrap that are replaced in their modules
     compiling: bool | None  # torch.compiler's process-wide flag: an export, and from torch 2.13 any compile
 
 
@@ -46,6 +49,7 @@ def tracing_state() -> TracingState:
         flag_scope=scope,
         patched_methods=_patched_methods(),
         patcher=None if patcher is _ABSENT else patcher is not None,
+        wrapped_functions=_wrapped_functions(),
         compiling=None if compiling is None else bool(compiling),
     )
 
@@ -56,6 +60,7 @@ def unknown(state: TracingState) -> list[str]:
         "the FX tracing flag": state.flag,
         "the original methods of torch.nn.Module": state.patched_methods,
         "the patcher of torch.fx": state.patcher,
+        "the functions of torch.fx.wrap": state.wrapped_functions,
         "the compiling flag of torch.compiler": state.compiling,
     }
     missing = [name for name, value in values.items() if value is None]
@@ -85,6 +90,12 @@ def leaks(state: TracingState) -> list[str]:
             "torch.fx._symbolic_trace.CURRENT_PATCHER is set although nothing traces (F5): functions of other modules may "
             "still be wrapped. Restart the process, or set it to None; let no two threads trace at once"
         )
+    if state.wrapped_functions:
+        names = ", ".join(state.wrapped_functions[:5])
+        found.append(
+            f"{names} are still wrapped although nothing traces (F14): they are slower, cannot be pickled, and wrappers grow "
+            "with each further overlap. Restart the process; let no two threads trace at once"
+        )
     if state.compiling:
         found.append(
             "torch.compiler._is_compiling_flag is set although nothing compiles: code that asks torch.compiler.is_compiling() "
@@ -103,6 +114,18 @@ def fallback_warnings() -> tuple[str, ...]:
     )
 
 
+def wrapped_places() -> list[tuple[dict[str, Any], str]]:
+    """Where a function of math or of torch.fx.wrap stands wrapped now: the globals of its module, and its name there."""
+    patched: dict[tuple[int, str], dict[str, Any]] = getattr(symbolic_trace, "_wrapped_fns_to_patch", {})
+    places = [(vars(math), name) for name in list(vars(math))] + [(scope, name) for (_, name), scope in list(patched.items())]
+    return [(scope, name) for scope, name in places if is_wrapped(scope.get(name))]
+
+
+def is_wrapped(function: Any) -> bool:
+    """Whether `function` is a wrapper that torch.fx puts in the place of another while it traces."""
+    return any(hasattr(function, mark) for mark in _WRAPPED_MARKS)
+
+
 def _flag() -> tuple[bool | None, Literal["process", "thread"] | None]:
     local = getattr(symbolic_trace, "_is_fx_tracing_tls", _ABSENT)
     if isinstance(local, threading.local):
@@ -117,6 +140,12 @@ def _patched_methods() -> tuple[str, ...] | None:
     if _ABSENT in originals.values():
         return None
     return tuple(method for method, original in originals.items() if getattr(torch.nn.Module, method) is not original)
+
+
+def _wrapped_functions() -> tuple[str, ...] | None:
+    if not isinstance(getattr(symbolic_trace, "_wrapped_fns_to_patch", None), dict):
+        return None
+    return tuple(f"{scope['__name__']}.{name}" for scope, name in wrapped_places())
 
 
 def _flex_warnings() -> frozenset[str] | None:
