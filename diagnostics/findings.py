@@ -140,6 +140,11 @@ def _setting(seen: Observation) -> Finding:
     return _finding("F9", "hazard", f"{values} in {compiler}, which compiles; {setter} set it to {seen.fields['set_to']!r}", seen)
 
 
+def _foreign_compiling(seen: Observation) -> Finding:
+    owner, asked = seen.threads
+    return _finding("F11", "hazard", f"{asked} asked while {owner} compiled", seen)
+
+
 def _stance(seen: Observation) -> Finding:
     return _finding("stance", "hazard", f"{seen.name}, by {seen.threads[0]}", seen)
 
@@ -172,6 +177,7 @@ _RULES: dict[str, Callable[[Observation], Finding | None]] = {
     "leak": _leak,
     "fallback": _fallback,
     "setting": _setting,
+    "foreign_compiling": _foreign_compiling,
     "stance": _stance,
     "deadlock": _deadlock,
 }

@@ -12,11 +12,12 @@ from diagnostics.probes.config import ConfigProbe
 from diagnostics.probes.exceptions import ExceptionsProbe
 from diagnostics.probes.flag import FlagProbe
 from diagnostics.probes.modules import ModulesProbe
+from diagnostics.probes.selector import SelectorProbe
 from diagnostics.probes.threads import ThreadsProbe
 from diagnostics.probes.tracer import TracerProbe
 from diagnostics.records import Log
 
-PROBES = (TracerProbe, ModulesProbe, FlagProbe, CompilesProbe, ConfigProbe, ThreadsProbe, ExceptionsProbe)
+PROBES = (TracerProbe, ModulesProbe, FlagProbe, CompilesProbe, ConfigProbe, SelectorProbe, ThreadsProbe, ExceptionsProbe)
 
 
 @contextlib.contextmanager

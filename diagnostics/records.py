@@ -20,6 +20,7 @@ Kind = Literal[
     "overlap",  # two traces at one time; threads = (who was tracing, who began to)
     "foreign_call",  # a module call that went through another thread's trace; threads = (who traced, who called)
     "foreign_flag",  # a compiled call that met a tracing flag; threads = (who traced, who called)
+    "foreign_compiling",  # a thread was told that it compiles; threads = (who did, who asked)
     "compile",  # Dynamo compiling one frame; threads = (who compiled,)
     "graph",  # AOTAutograd compiling one graph, a lazy backward included; threads = (who compiled,)
     "lock",  # Dynamo's compile lock; threads = (who waited for it,) or (who held it,)

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from dflash.fx import seams
 from diagnostics import fxprobe, session
 
 ROOT = Path(__file__).parent.parent
 SETTINGS_ARE_PER_THREAD = hasattr(torch._dynamo.config, "_hash_dirty_var")
-SHARED_FLAG = seams.tracing_state().flag_scope == "process"
+IS_COMPILING_IS_SHARED = hasattr(torch.compiler, "_compile_session_context")  # of Dynamo's compiles, not of exports only
 TRACE = "torch.fx.symbolic_trace(torch.nn.Identity())"
 
 
@@ -297,6 +296,27 @@ def test_export_beside_inference_is_a_hazard_of_the_two_threads(run: Run) -> Non
     )
     assert code == 3
     assert ["export", "inference"] in [finding["who"] for finding in run.report["findings"] if finding["id"] == "F4"]
+
+
+def test_a_choice_by_is_compiling_beside_another_thread_s_compile(run: Run) -> None:
+    code = run(
+        """
+        import threading, torch
+        answers = []
+        def choose():
+            answers.append(torch.compiler.is_compiling())
+        def backend(graph, inputs):
+            thread = threading.Thread(target=choose, name="innocent")
+            thread.start()
+            thread.join()
+            return graph
+        torch.compile(torch.sin, backend=backend)(torch.ones(1))
+        print(answers)
+        """
+    )
+    compiling_is_shared = run.stdout == "[True]\n"
+    assert compiling_is_shared == IS_COMPILING_IS_SHARED
+    assert (code, run.found) == ((3, [("hazard", "F11")]) if compiling_is_shared else (0, []))
 
 
 def test_compiled_functions_told_to_run_uncompiled_are_a_hazard(run: Run) -> None:
