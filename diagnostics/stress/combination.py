@@ -65,3 +65,8 @@ def unclean(result: dict[str, Any], *, hazards_allowed: bool = False) -> list[st
     if not result["actions"]:
         found.append("the threads did nothing")
     return found
+
+
+def failure_of_leak(sentence: str) -> str:
+    """The failure of the catalogue that a sentence of `dflash.fx.seams.leaks` belongs to."""
+    return next((failure for failure in ("F5", "F6") if f"({failure})" in sentence), "compiling flag")

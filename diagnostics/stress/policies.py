@@ -7,21 +7,28 @@
 | prewarm | what a trainer does: one thread compiles everything, then recompiles are forbidden and the threads only call | yes |
 | isolate | `dflash.fx.isolate()`: tracing state of its own for each thread; exports still take turns | yes |
 
-`prewarm` freezes by the stance `fail_on_recompile`, which also avoids F19. Overlapping exports switch backends such as
-cuDNN off for the whole process and restore them out of order: no isolation of tracing cures that, so they take turns there.
+`prewarm` freezes by the stance `fail_on_recompile`, which also avoids F19, and keeps Dynamo's cache entries in their places:
+by default a call moves the entry that it used to the front of the code object's list, and a call of another thread that is
+searching the list just then misses its own entry: it recompiles for no reason, and under the stance it raises (F18).
+
+`isolate`: overlapping exports switch backends such as cuDNN off for the whole process and restore them out of order. No
+isolation of tracing cures that, so they take turns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch._dynamo
 
 import dflash.fx
 from diagnostics.stress.workload import Action, Guard
+
+_MOVE_TO_FRONT = "_set_lru_cache"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +66,26 @@ def around_process(name: str) -> Guard:
     return isolate() if isolate is not None else contextlib.nullcontext()
 
 
-def around_threads(name: str) -> Guard:
+@contextlib.contextmanager
+def around_threads(name: str) -> Iterator[None]:
     """What is entered between the reference, which compiles, and the threads."""
-    return torch.compiler.set_stance("fail_on_recompile") if name == "prewarm" else contextlib.nullcontext()
+    if name != "prewarm":
+        yield
+        return
+    move_to_front = getattr(torch._C._dynamo.eval_frame, _MOVE_TO_FRONT, None) or (lambda _on: None)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        move_to_front(False)
+        try:
+            yield
+        finally:
+            move_to_front(True)  # torch's default
+
+
+def notes(name: str) -> list[str]:
+    """What is not as promised on this torch."""
+    if name == "prewarm" and not hasattr(torch._C._dynamo.eval_frame, _MOVE_TO_FRONT):
+        return [f"this torch has no {_MOVE_TO_FRONT}: cache entries may be moved under another thread's search (F18)"]
+    return []
 
 
 def allowed(name: str, actions: list[Action]) -> list[Action]:

@@ -85,6 +85,7 @@ def run(combination: Combination) -> dict[str, Any]:
         "wrong_afterwards": wrong_afterwards,
         "compiles_by_threads": compiles_after - compiles_before,
         "findings": [finding.to_dict() for finding in conclude(observations)],
+        "notes": policies.notes(combination.policy),
         "not_observed": [seen.name for seen in observations if seen.kind == "not_observed"],
     }
 

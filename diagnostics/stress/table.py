@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from diagnostics.stress.combination import Combination
+from diagnostics.stress.combination import Combination, failure_of_leak
 
 _COLUMNS = ("policy", "threads", "actions", "errors", "wrong results", "left behind", "wrong afterwards", "probes", "compiles")
 Results = Sequence[tuple[Combination, dict[str, Any]]]
@@ -31,6 +31,8 @@ def print_results(console: Console, results: Results) -> None:
             console.print(f"{name}, first {kind}:\n{escape(text)}", highlight=False)
         if "stacks" in result:
             console.print(f"{name}, {escape(result['failure'])}:\n{escape(result['stacks'])}", highlight=False)
+        for sentence in result.get("notes", []):
+            console.print(f"{name}, note: {escape(sentence)}", highlight=False)
         for sentence in result.get("not_observed", []):
             console.print(f"{name}, [yellow]not observed[/]: {escape(sentence)}", highlight=False)
 
@@ -54,7 +56,7 @@ def _cells(result: Mapping[str, Any]) -> list[str]:
         str(sum(result["actions"].values())),
         _counts(result["errors"]),
         _counts(result["wrong_results"]),
-        _counts(Counter("F6" if "(F6)" in leak else "F5" if "(F5)" in leak else "compiling flag" for leak in result["leaks"])),
+        _counts(Counter(map(failure_of_leak, result["leaks"]))),
         f"{len(result['wrong_afterwards'])} of {result['afterwards']}",
         _counts(found),
         str(result["compiles_by_threads"]),
