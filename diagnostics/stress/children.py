@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,16 @@ def run_child(combination: Combination, *, hang_seconds: float) -> dict[str, Any
 
     Raises Refused when the child found the combination impossible.
     """
+    command = [sys.executable, "-m", "diagnostics.stress.runner", combination.to_json()]
+    return watch(command, limit_seconds=combination.seconds + hang_seconds)
+
+
+def watch(command: Sequence[str], *, limit_seconds: float) -> dict[str, Any]:
+    """Run a command whose last line of output is its result, and which writes `phase: NAME` to standard error."""
     with tempfile.TemporaryDirectory(prefix="stress-") as directory:
         output, errors = Path(directory, "output"), Path(directory, "errors")
-        command = [sys.executable, "-m", "diagnostics.stress.runner", combination.to_json()]
         with output.open("wb") as output_file, errors.open("ab") as errors_file:
             child = subprocess.Popen(command, stdout=output_file, stderr=errors_file, start_new_session=True)
-        limit_seconds = combination.seconds + hang_seconds
         try:
             code = child.wait(limit_seconds)
         except subprocess.TimeoutExpired:
