@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from diagnostics.stress import __main__ as command
 from diagnostics.stress import policies
@@ -121,6 +122,31 @@ def test_the_lock_is_held_around_traces_and_calls_but_never_around_backward(monk
     assert (unguarded, backwards) == (["module call"], [0, 0])
 
 
+def test_prewarm_forbids_recompiles_and_keeps_cache_entries_in_their_places() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def places() -> list[int]:
+        return [id(entry.guard_manager) for entry in _debug_get_cache_entry_list(double.__code__)]
+
+    inputs = [torch.ones(2), torch.ones(3)]
+    compiled = torch.compile(double, backend="eager", dynamic=False)
+    for x in inputs:
+        compiled(x)
+    before = places()
+    with policies.around_threads("prewarm"):
+        for x in inputs:
+            compiled(x)
+            assert places() == before
+        with pytest.raises(RuntimeError, match="fail_on_recompile"):
+            compiled(torch.ones(4))
+    for x in inputs:  # torch's own way again
+        compiled(x)
+        moved = places()
+    compiled(inputs[0])
+    assert places() == moved[::-1]
+
+
 def test_results_that_differ_in_any_way_are_wrong() -> None:
     one = torch.ones(2)
     (proxy,) = (node for node in torch.fx.symbolic_trace(lambda x: x).graph.nodes if node.op == "placeholder")
@@ -197,11 +223,14 @@ def test_bad_usage_is_refused(arguments: list[str]) -> None:
     assert stop.value.code == 2
 
 
-def test_without_a_compiler_inductor_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_a_compiler_inductor_and_flex_are_left_out_and_said(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(shutil, "which", lambda _name: None)
-    (combination,), left_out = command.plan(command._options(["--device", "cpu", "--policy", "none"]))
-    assert combination.backends == ("eager", "aot_eager")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (combination,), left_out = command.plan(command._options(["--device", device, "--policy", "none"]))
+    assert (combination.backends, combination.device) == (("eager", "aot_eager"), device)
     assert any("inductor" in sentence for sentence in left_out)
+    assert any("flex_attention" in sentence for sentence in left_out)
 
 
 def test_a_child_that_hangs_is_shown_where_and_killed() -> None:

@@ -25,7 +25,7 @@ from diagnostics.stress.children import run_child
 from diagnostics.stress.combination import Combination, Refused, unclean
 
 BACKENDS = ("eager", "aot_eager", "inductor")
-_COMPILERS = ("g++", "c++", "clang++")
+_COMPILERS = {"cpu": ("g++", "c++", "clang++"), "cuda": ("gcc", "cc", "clang")}  # Inductor's C++, Triton's launchers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,11 +55,14 @@ def plan(options: argparse.Namespace) -> tuple[list[Combination], list[str]]:
     device, backends, left_out = options.device, list(options.backends), []
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if "inductor" in backends and device == "cpu" and not any(map(shutil.which, _COMPILERS)):
+    compilers = _COMPILERS[device]
+    if "inductor" in backends and not any(map(shutil.which, compilers)):
         backends.remove("inductor")
-        left_out.append(f"backend inductor: no C++ compiler found ({', '.join(_COMPILERS)})")
+        left_out.append(f"backend inductor: it needs a compiler, and found none of {', '.join(compilers)}")
     if device == "cpu":
         left_out.append("flex_attention, which has no backward on a CPU: it needs a GPU")
+    elif "inductor" not in backends:
+        left_out.append("flex_attention: it needs the backend inductor")
     combinations = [
         Combination(
             policy=policy,

@@ -26,7 +26,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 CASES = 2
-FLEX = "flex"  # actions with this in their name need a GPU: flex_attention has no backward on a CPU
 _TOLERANCE = 1e-4
 _WIDTH = 8
 _numbers = itertools.count()
@@ -73,9 +72,9 @@ class Workload:
                 ("recompile", self._recompile, False),
             ):
                 found.append(Action(name=f"{name} {backend}", run=functools.partial(run, backend), only_calls=only_calls))
-        if self._device == "cuda":
-            found.append(Action(name=f"{FLEX} call", run=self._call_flex, only_calls=True))
-            found.append(Action(name=f"{FLEX} first compile", run=self._first_compile_flex, only_calls=False))
+        if self._device == "cuda" and "inductor" in self._functions:
+            found.append(Action(name="flex call", run=self._call_flex, only_calls=True))
+            found.append(Action(name="flex first compile", run=self._first_compile_flex, only_calls=False))
         return found
 
     def _call_module(self, case: int) -> Tensor:
