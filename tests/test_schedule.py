@@ -173,6 +173,7 @@ for name in ("F3", "F5"):
     words = shlex.split(results[name][1].partition("replay: ")[2])
     results["replay " + name] = run(*words[3:], "--tries", "20")
 results["clean"] = run("clean", "--tries", "10")
+results["first-calls"] = run("first-calls", "--strategy", "explicit", "--schedule", "a" * 99)
 print(json.dumps(results))
 """
 
@@ -197,6 +198,14 @@ def test_a_failure_is_found_shortened_and_replayed_every_time(results: dict[str,
     code, output = results[f"replay {name}"]
     assert code == 1
     assert re.search(rf"^(\w+, )?{name}(, \w+)?: 20 of 20$", output, flags=re.MULTILINE), output
+
+
+def test_threads_stop_at_every_seam(results: dict[str, tuple[int, str]]) -> None:
+    reached = {name: set(re.findall("goes on from: (.*)", results[name][1])) for name in ("first-calls", "F3")}
+    compiling = {"compiled call", "compile begins", "compile ended", "backward begins", "backward ended"}
+    tracing = {"trace begins", "trace has its flag", "trace records call_function", "trace records output", "trace ended"}
+    assert reached == {"first-calls": {"start"} | compiling, "F3": {"start"} | tracing}
+    assert results["first-calls"][0] == 0
 
 
 def test_no_order_of_two_compiled_calls_fails(results: dict[str, tuple[int, str]]) -> None:

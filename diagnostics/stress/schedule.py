@@ -11,6 +11,7 @@ Known limits: needs fork (Linux, macOS), and the CPU; only the threads of the sc
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import shlex
 import sys
@@ -168,6 +169,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("use at least 1 for --tries and --depth")
     if (options.strategy == "explicit") != (options.schedule is not None):
         parser.error("--strategy explicit and --schedule STRING belong together")
+    if options.strategy == "hypothesis" and importlib.util.find_spec("hypothesis") is None:
+        parser.error("--strategy hypothesis needs the package hypothesis: install it, or use random or pct")
     try:
         strategies.check_schedule(options.schedule or "", threads=2)
     except ValueError as error:

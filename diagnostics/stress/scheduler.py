@@ -76,7 +76,9 @@ class Scheduler:
         self._free = False  # nobody is controlled any more
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> Run:
-        """Run each function in a thread of its own until all have ended or are deadlocked."""
+        """Run each function in a thread of its own until all have ended or are deadlocked. Raises ValueError beyond 26."""
+        if len(bodies) > len(LETTERS):
+            raise ValueError(f"{len(bodies)} threads: schedules name at most {len(LETTERS)} by one letter each")
         for letter, body in zip(LETTERS, bodies, strict=False):
             thread = threading.Thread(target=self._body, args=(len(self._threads), body), name=f"thread-{letter}", daemon=True)
             self._threads.append(_Controlled(letter=letter, thread=thread))
