@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shlex
 import shutil
@@ -19,8 +20,8 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from diagnostics.stress import __main__ as command
 from diagnostics.stress import policies
 from diagnostics.stress.children import watch
-from diagnostics.stress.combination import Combination, unclean
-from diagnostics.stress.runner import Tally
+from diagnostics.stress.combination import Combination, Refused, unclean
+from diagnostics.stress.runner import Tally, run
 from diagnostics.stress.workload import CASES, Workload, fresh, same
 
 ROOT = Path(__file__).parent.parent
@@ -165,6 +166,12 @@ def test_results_that_differ_in_any_way_are_wrong() -> None:
 def test_anything_but_right_results_is_unclean(change: dict[str, Any]) -> None:
     assert unclean(CLEAN) == []
     assert len(unclean({**CLEAN, **change})) == 1
+
+
+@pytest.mark.parametrize(("action", "reason"), [("make_fx", "policy prewarm has only"), ("hope", "no such action")])
+def test_actions_that_cannot_run_are_refused_and_named(action: str, reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        run(dataclasses.replace(COMBINATION, policy="prewarm", actions=(action,)))
 
 
 def test_where_traces_may_overlap_only_harm_is_unclean() -> None:

@@ -96,7 +96,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--policy", type=_names, default=("none", "prewarm"), help="comma separated (default none,prewarm)")
     parser.add_argument("--threads", type=_numbers, default=(4,), help="comma separated (default 4)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of the threads of each combination (default 10)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of the threads of each combination (default 8)")
     parser.add_argument("--seed", type=int, default=0, help="decides what each thread does (default 0)")
     parser.add_argument("--backends", type=_names, default=BACKENDS, help=f"comma separated (default {','.join(BACKENDS)})")
     parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto", help="auto: cuda where there is a GPU")

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         result = run(Combination.from_json(arguments[0]))
     except Refused as error:
-        print(f"stress: {error}", file=sys.stderr)  # noqa: T201 - a message of the command
+        print(error, file=sys.stderr)  # noqa: T201 - a message of the command
         return 2
     print(json.dumps(result), flush=True)  # noqa: T201 - the command's result
     return 0
@@ -110,11 +110,16 @@ def main(arguments: Sequence[str]) -> int:
 def _actions(combination: Combination) -> list[Action]:
     guard = policies.guard(combination.policy)
     workload = Workload(backends=combination.backends, device=combination.device, guard=guard)
-    known = policies.allowed(combination.policy, workload.actions())
-    wanted = [action for action in known if not combination.actions or action.name in combination.actions]
-    if not wanted:
+    known = workload.actions()
+    unknown = set(combination.actions) - {action.name for action in known}
+    if unknown:
         names = ", ".join(action.name for action in known)
-        raise Refused(f"--actions {','.join(combination.actions)}: policy {combination.policy} has {names}")
+        raise Refused(f"stress: --actions {', '.join(sorted(unknown))}: there is no such action here; known are {names}")
+    allowed = policies.allowed(combination.policy, known)
+    wanted = [action for action in allowed if not combination.actions or action.name in combination.actions]
+    if not wanted:
+        names = ", ".join(action.name for action in allowed)
+        raise Refused(f"stress: --actions {', '.join(combination.actions)}: policy {combination.policy} has only {names}")
     return wanted
 
 
