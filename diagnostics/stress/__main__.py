@@ -1,116 +1,141 @@
-"""Many threads at once: `python -m diagnostics.stress [--seconds S] [--threads N] [--seed K]`.
+"""Many threads at once: `python -m diagnostics.stress [--policy none,lock,prewarm,isolate] [--threads 2,4,8] [--seconds S]`.
 
-Runs the scenario `protected` (a warm-up in one thread, then calls from N threads), which must be clean, and beside it
-`unprotected`, which shows for comparison what this torch does and never fails the command. Each runs in a process of its
-own, at a switch interval of 1e-5 s. Exit codes: 0 clean, 1 the protected scenario was not, 2 bad usage, 3 not observed.
+Each combination of a policy (see policies.py) and a number of threads runs in a process of its own, at a switch interval of
+1e-5 s: every action alone (the reference), the threads, every action alone again ("wrong afterwards"). By default `prewarm`
+runs with 4 threads, and `none` beside it for comparison. On a GPU, flex_attention is compiled cold, forward and backward.
+Exit codes: 0 clean, 1 a policy that promises to be clean (prewarm, isolate; with --must-be-clean each one named) was not,
+2 bad usage, 3 something of such a policy was not observed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
-import subprocess
+import shutil
 import sys
-from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from diagnostics.stress.runner import KINDS
+from diagnostics.stress import policies, table
+from diagnostics.stress.children import run_child
+from diagnostics.stress.combination import Combination, Refused, unclean
 
-_START_AND_END_SECONDS = 180.0
+BACKENDS = ("eager", "aot_eager", "inductor")
+_COMPILERS = {"cpu": ("g++", "c++", "clang++"), "cuda": ("gcc", "cc", "clang")}  # Inductor's C++, Triton's launchers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run both scenarios, print their counts and the command that replays them."""
+    """Run every combination, print the table and what replays a failure."""
+    options = _options(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    combinations, left_out = plan(options)
+    for sentence in left_out:
+        console.print(f"[yellow]left out[/]: {sentence}", highlight=False)
+    try:
+        results = [(combination, run_child(combination, hang_seconds=options.hang_seconds)) for combination in combinations]
+    except Refused as error:
+        print(error, file=sys.stderr)
+        return 2
+    problems = [(combination, problem) for combination, result in results for problem in _problems(options, combination, result)]
+    table.print_results(console, results)
+    table.print_problems(console, problems)
+    if options.json is not None:
+        _write_json(options.json, results, left_out)
+    if problems:
+        return 1
+    return 3 if any(_must_be_clean(options, combination) and result["not_observed"] for combination, result in results) else 0
+
+
+def plan(options: argparse.Namespace) -> tuple[list[Combination], list[str]]:
+    """The combinations to run, and what this machine cannot do."""
+    device, backends, left_out = options.device, list(options.backends), []
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    compilers = _COMPILERS[device]
+    if "inductor" in backends and not any(map(shutil.which, compilers)):
+        backends.remove("inductor")
+        left_out.append(f"backend inductor: it needs a compiler, and found none of {', '.join(compilers)}")
+    if device == "cpu":
+        left_out.append("flex_attention, which has no backward on a CPU: it needs a GPU")
+    elif "inductor" not in backends:
+        left_out.append("flex_attention: it needs the backend inductor")
+    combinations = [
+        Combination(
+            policy=policy,
+            threads=threads,
+            seconds=options.seconds,
+            seed=options.seed,
+            backends=tuple(backends),
+            device=device,
+            actions=options.actions,
+        )
+        for policy in options.policy
+        for threads in options.threads
+    ]
+    return combinations, left_out
+
+
+def _problems(options: argparse.Namespace, combination: Combination, result: dict[str, Any]) -> list[str]:
+    if not _must_be_clean(options, combination):
+        return []
+    policy = policies.POLICIES[combination.policy]
+    return unclean(result, hazards_allowed=policy.hazards_allowed or not policy.promises_clean)
+
+
+def _must_be_clean(options: argparse.Namespace, combination: Combination) -> bool:
+    return options.must_be_clean or policies.POLICIES[combination.policy].promises_clean
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m diagnostics.stress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each scenario (default 10)")
-    parser.add_argument("--threads", type=int, default=4, help="default 4")
+    parser.add_argument("--policy", type=_names, default=("none", "prewarm"), help="comma separated (default none,prewarm)")
+    parser.add_argument("--threads", type=_numbers, default=(4,), help="comma separated (default 4)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of the threads of each combination (default 8)")
     parser.add_argument("--seed", type=int, default=0, help="decides what each thread does (default 0)")
+    parser.add_argument("--backends", type=_names, default=BACKENDS, help=f"comma separated (default {','.join(BACKENDS)})")
+    parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto", help="auto: cuda where there is a GPU")
+    parser.add_argument("--actions", type=_names, default=(), help="only these, comma separated, for example 'export,make_fx'")
+    parser.add_argument("--must-be-clean", action="store_true", help="fail when any policy that --policy names is not clean")
+    parser.add_argument("--hang-seconds", type=float, default=180.0, help="what a child may take beyond --seconds (default 180)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
     options = parser.parse_args(arguments)
-    if options.seconds <= 0 or options.threads < 2:
-        parser.error("use --seconds above 0 and at least 2 --threads")
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    results = {kind: _child(kind, options) for kind in KINDS}
-    console.print(_table(results))
-    for kind, result in results.items():
-        for name, text in result.get("examples", {}).items():
-            console.print(f"{kind}, first {name}:\n{escape(text)}", highlight=False)
-        for sentence in result.get("not_observed", []):
-            console.print(f"{kind}, [yellow]not observed[/]: {escape(sentence)}", highlight=False)
-    problems = unclean(results["protected"])
-    for problem in problems:
-        console.print(f"[bold red]protected scenario:[/] {escape(problem)}", highlight=False)
-    console.print(
-        f"replay: python -m diagnostics.stress --seconds {options.seconds:g} --threads {options.threads} --seed {options.seed}",
-        highlight=False,
-    )
-    if problems:
-        return 1
-    return 3 if results["protected"]["not_observed"] else 0
+    problem = _bad_usage(options)
+    if problem is not None:
+        parser.error(problem)
+    return options
 
 
-def unclean(result: dict[str, Any]) -> list[str]:
-    """Why a scenario that must be clean is not."""
-    if "failure" in result:
-        return [result["failure"]]
-    found = [f"{count} times {name}" for name, count in result["errors"].items()]
-    found += [f"{count} wrong results of {name}" for name, count in result["wrong_results"].items()]
-    found += [f"{finding['severity']} {finding['id']}: {finding['what']}" for finding in result["findings"]]
-    if result["compiles_by_threads"]:
-        found.append(f"{result['compiles_by_threads']} compiles after the warm-up")
-    if not result["actions"]:
-        found.append("the threads did nothing")
-    return found
+def _bad_usage(options: argparse.Namespace) -> str | None:
+    for name, known in (("policy", tuple(policies.POLICIES)), ("backends", BACKENDS)):
+        unknown = [value for value in getattr(options, name) if value not in known]
+        if unknown or not getattr(options, name):
+            return f"--{name} {','.join(unknown)}: choose from {', '.join(known)}"
+    if options.seconds <= 0 or options.hang_seconds <= 0 or min(options.threads, default=0) < 2:
+        return "use --seconds and --hang-seconds above 0 and at least 2 --threads"
+    if options.device == "cuda" and not torch.cuda.is_available():
+        return "--device cuda: torch finds no GPU here; use --device cpu or auto"
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        return f"--json {options.json}: there is no directory {options.json.absolute().parent}"
+    return next(filter(None, map(policies.missing, options.policy)), None)
 
 
-def _child(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "diagnostics.stress.runner", kind, "--seconds", str(options.seconds)]
-    command += ["--threads", str(options.threads), "--seed", str(options.seed)]
-    limit = options.seconds + _START_AND_END_SECONDS
-    try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failure": f"hung: no end within {limit:.0f} s, killed"}
-    if child.returncode == 0:
-        result: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-        return result
-    how = f"signal {signal.Signals(-child.returncode).name}" if child.returncode < 0 else f"exit code {child.returncode}"
-    hint = " (a CUDA build of torch without a GPU crashes when a second thread compiles)" if child.returncode < 0 else ""
-    return {"failure": f"died by {how}{hint}: {' | '.join(child.stderr.strip().splitlines()[-3:])}"}
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def _table(results: dict[str, dict[str, Any]]) -> Table:
-    table = Table(title="Stress", title_justify="left")
-    table.add_column("")
-    for kind in results:
-        table.add_column(kind, justify="right", overflow="fold")
-    rows: dict[str, dict[str, str]] = {}
-    for kind, result in results.items():
-        for row, value in _rows(result):
-            rows.setdefault(row, {})[kind] = value
-    for row, values in rows.items():
-        table.add_row(escape(row), *(escape(values.get(kind, "0")) for kind in results))
-    return table
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, _names(text)))
 
 
-def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    if "failure" in result:
-        return [("failure", result["failure"])]
-    rows = [(f"done: {name}", str(count)) for name, count in sorted(result["actions"].items())]
-    rows += [(f"raised: {name}", str(count)) for name, count in sorted(result["errors"].items())]
-    rows += [(f"wrong result: {name}", str(count)) for name, count in sorted(result["wrong_results"].items())]
-    found: Counter[tuple[str, str]] = Counter()
-    for finding in result["findings"]:
-        found[finding["severity"], finding["id"]] += finding["count"]
-    rows += [(f"probes: {severity} {name}", str(count)) for (severity, name), count in sorted(found.items())]
-    return [*rows, ("compiles by the threads", str(result["compiles_by_threads"]))]
+def _write_json(path: Path, results: list[tuple[Combination, dict[str, Any]]], left_out: list[str]) -> None:
+    runs = [{**json.loads(combination.to_json()), **result} for combination, result in results]
+    path.write_text(json.dumps({"version": 1, "torch": torch.__version__, "left_out": left_out, "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

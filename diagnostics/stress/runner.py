@@ -1,39 +1,37 @@
-"""One stress scenario in this process, under the probes; prints its counts as JSON on the last line of standard output.
+"""One combination of the stress command in this process, under the probes; its last line of output is its result as JSON.
 
-`protected` is what a trainer does: one thread compiles everything, forward and backward, then recompiles are forbidden
-(stance fail_on_recompile, which also avoids F19) and N threads only call. It must be clean. `unprotected` mixes traces, first
-compiles and calls in all threads: it shows what this torch does without protection.
-The seed decides what each thread does, not when: a replay repeats the actions, and the machine chooses the interleaving.
+Every action first runs alone, which gives the reference (and is the warm-up of the policy `prewarm`); then N threads choose
+among them; then every action runs alone once more, in the process as the threads left it.
+Run it by `python -m diagnostics.stress`, which starts one child for each combination.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
+import faulthandler
 import json
 import random
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from dflash.fx import seams
 from diagnostics.catalogue import match
 from diagnostics.findings import conclude
 from diagnostics.observe import observed
+from diagnostics.stress import policies
+from diagnostics.stress.combination import Combination, Refused
+from diagnostics.stress.workload import CASES, Action, Workload, same
 
-KINDS = ("protected", "unprotected")
 _SWITCH_INTERVAL_SECONDS = 1e-5
 _MAX_EXAMPLES = 3
-
-Action = Callable[[random.Random], bool]  # True: the result is right
 
 
 @dataclass
@@ -59,147 +57,119 @@ class Tally:
                 self.wrong[name] += 1
 
 
-class Workload:
-    """Small functions and modules with known results; built and compiled in the calling thread."""
-
-    def __init__(self) -> None:
-        self._x = torch.linspace(-1.0, 1.0, 8)
-        self._module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-        self._compiled = [
-            torch.compile(function, backend=backend) for function, backend in ((_poly, "eager"), (_wave, "aot_eager"))
-        ]
-        self._model = torch.compile(self._module, backend="aot_eager", fullgraph=True)
-        self._expected = [_poly(self._x), _wave(self._x)]
-        with torch.no_grad():
-            self._output = self._module(self._x)
-        for _ in range(2):
-            self.call(random.Random(0))
-            self.call_model(random.Random(0))
-
-    def call(self, _choice: random.Random) -> bool:
-        """Call both compiled functions."""
-        results = [compiled(self._x) for compiled in self._compiled]
-        return all(_close(result, expected) for result, expected in zip(results, self._expected, strict=True))
-
-    def call_model(self, _choice: random.Random) -> bool:
-        """Forward and backward of a compiled module. Its gradients are of this call only, because threads share the module."""
-        output = self._model(self._x)
-        gradients = torch.autograd.grad(output.sum(), list(self._module.parameters()))
-        return _close(output, self._output) and all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-
-    def call_module(self, _choice: random.Random) -> bool:
-        """Call the module as it is."""
-        return _close(self._module(self._x), self._output)
-
-    def first_compile(self, choice: random.Random) -> bool:
-        """Compile a new function and call it."""
-        factor = choice.random()
-
-        def function(x: Tensor) -> Tensor:
-            return x.sin() * factor
-
-        return _close(torch.compile(function, backend="aot_eager")(self._x), function(self._x))
-
-    def trace_with_make_fx(self, _choice: random.Random) -> bool:
-        """Trace a function of two operations."""
-        graph = make_fx(lambda x: torch.sin(x) + 1)(self._x)
-        return len([node for node in graph.graph.nodes if node.op == "call_function"]) == 2
-
-    def trace_symbolically(self, _choice: random.Random) -> bool:
-        """Trace a module of three."""
-        graph = torch.fx.symbolic_trace(self._module)
-        return len([node for node in graph.graph.nodes if node.op == "call_module"]) == 3
-
-    def actions(self, kind: str) -> dict[str, Action]:
-        """What the threads choose from."""
-        safe: dict[str, Action] = {
-            "compiled call": self.call,
-            "compiled forward and backward": self.call_model,
-            "module call": self.call_module,
-        }
-        if kind == "protected":
-            return safe
-        return {
-            **safe,
-            "first compile": self.first_compile,
-            "make_fx": self.trace_with_make_fx,
-            "symbolic_trace": self.trace_symbolically,
-        }
-
-
-def run(kind: str, *, seconds: float, threads: int, seed: int) -> dict[str, Any]:
-    """Run one scenario for `seconds`; returns its counts as JSON values."""
-    tally, barrier = Tally(), threading.Barrier(threads)
-    with observed() as log:
-        workload = Workload()
+def run(combination: Combination) -> dict[str, Any]:
+    """Run one combination; returns its counts as JSON values. Raises Refused when no action is left to do."""
+    tally = Tally()
+    with policies.around_process(combination.policy), observed() as log:
+        actions = _actions(combination)
+        _say("reference")
+        references = {action.name: [action.run(case) for case in range(CASES)] for action in actions}
         compiles_before = _compiles(log.observations())
-
-        def work(index: int) -> None:
-            choice = random.Random(f"{seed}-{index}")
-            actions = list(workload.actions(kind).items())
-            barrier.wait()
-            until = time.monotonic() + seconds
-            while time.monotonic() < until:
-                name, action = choice.choice(actions)
-                try:
-                    tally.add(name, right=action(choice), error=None)
-                except Exception as error:  # noqa: BLE001 - counting what fails is the purpose
-                    tally.add(name, right=None, error=error)
-
-        workers = [threading.Thread(target=work, args=(index,), name=f"stress-{index}") for index in range(threads)]
-        interval = sys.getswitchinterval()
-        stance = torch.compiler.set_stance("fail_on_recompile") if kind == "protected" else contextlib.nullcontext()
-        sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-        try:
-            with stance:
-                for worker in workers:
-                    worker.start()
-                for worker in workers:
-                    worker.join()
-        finally:
-            sys.setswitchinterval(interval)
+        _say("threads")
+        with policies.around_threads(combination.policy):
+            _run_threads(combination, actions, references, tally)
+        compiles_after = _compiles(log.observations())
+        leaks = seams.leaks(seams.tracing_state())
+        _say("afterwards")
+        wrong_afterwards = {name: why for action in actions for name, why in _once_more(action, references[action.name])}
     observations = log.observations()
     return {
-        "kind": kind,
+        **json.loads(combination.to_json()),
         "torch": torch.__version__,
         "actions": dict(tally.actions),
         "errors": dict(tally.errors),
         "wrong_results": dict(tally.wrong),
         "examples": tally.examples,
-        "compiles_by_threads": _compiles(observations) - compiles_before,
+        "leaks": leaks,
+        "afterwards": len(actions) * CASES,
+        "wrong_afterwards": wrong_afterwards,
+        "compiles_by_threads": compiles_after - compiles_before,
         "findings": [finding.to_dict() for finding in conclude(observations)],
+        "notes": policies.notes(combination.policy),
         "not_observed": [seen.name for seen in observations if seen.kind == "not_observed"],
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one scenario and print its counts."""
-    parser = argparse.ArgumentParser(prog="python -m diagnostics.stress.runner", description=__doc__)
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    options = parser.parse_args(arguments)
-    result = run(options.kind, seconds=options.seconds, threads=options.threads, seed=options.seed)
+def main(arguments: Sequence[str]) -> int:
+    """Run the combination given as JSON and print its result."""
+    if len(arguments) != 1:
+        print("start it by: python -m diagnostics.stress", file=sys.stderr)  # noqa: T201 - usage
+        return 2
+    faulthandler.enable()
+    if hasattr(signal, "SIGUSR1"):  # asked for by the parent when this process hangs
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    try:
+        result = run(Combination.from_json(arguments[0]))
+    except Refused as error:
+        print(error, file=sys.stderr)  # noqa: T201 - a message of the command
+        return 2
     print(json.dumps(result), flush=True)  # noqa: T201 - the command's result
     return 0
 
 
-def _poly(x: Tensor) -> Tensor:
-    return x * x * 3 + x - 1
+def _actions(combination: Combination) -> list[Action]:
+    guard = policies.guard(combination.policy)
+    workload = Workload(backends=combination.backends, device=combination.device, guard=guard)
+    known = workload.actions()
+    unknown = set(combination.actions) - {action.name for action in known}
+    if unknown:
+        names = ", ".join(action.name for action in known)
+        raise Refused(f"stress: --actions {', '.join(sorted(unknown))}: there is no such action here; known are {names}")
+    allowed = policies.allowed(combination.policy, known)
+    wanted = [action for action in allowed if not combination.actions or action.name in combination.actions]
+    if not wanted:
+        names = ", ".join(action.name for action in allowed)
+        raise Refused(f"stress: --actions {', '.join(combination.actions)}: policy {combination.policy} has only {names}")
+    return wanted
 
 
-def _wave(x: Tensor) -> Tensor:
-    return torch.sin(x) + torch.cos(x * 2)
+def _run_threads(combination: Combination, actions: Sequence[Action], references: dict[str, list[Any]], tally: Tally) -> None:
+    barrier = threading.Barrier(combination.threads)
+
+    def work(index: int) -> None:
+        choice = random.Random(f"{combination.seed}-{index}")
+        barrier.wait()
+        until = time.monotonic() + combination.seconds
+        while time.monotonic() < until:
+            action, case = choice.choice(actions), choice.randrange(CASES)
+            try:
+                tally.add(action.name, right=same(action.run(case), references[action.name][case]), error=None)
+            except Exception as error:  # noqa: BLE001 - counting what fails is the purpose
+                tally.add(action.name, right=None, error=error)
+
+    workers = [threading.Thread(target=work, args=(index,), name=f"stress-{index}") for index in range(combination.threads)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        sys.setswitchinterval(interval)
 
 
-def _close(found: Any, expected: Tensor) -> bool:
-    return isinstance(found, Tensor) and torch.allclose(found, expected, atol=1e-5)
+def _once_more(action: Action, references: list[Any]) -> list[tuple[str, str]]:
+    """The cases of an action that are not what they were, and how."""
+    found = []
+    for case, expected in enumerate(references):
+        try:
+            why = "" if same(action.run(case), expected) else "another result"
+        except Exception as error:  # noqa: BLE001 - counting what fails is the purpose
+            why = match(str(error)) or type(error).__name__
+        if why:
+            found.append((f"{action.name}, case {case}", why))
+    return found
 
 
 def _compiles(observations: Sequence[Any]) -> int:
     return sum(seen.count for seen in observations if seen.kind == "compile")
 
 
+def _say(phase: str) -> None:
+    """For the parent, which tells where a run hung."""
+    print(f"phase: {phase}", file=sys.stderr, flush=True)  # noqa: T201 - read by the parent
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
