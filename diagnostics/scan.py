@@ -1,4 +1,4 @@
-"""Where does a function trace? `python -m diagnostics.scan TARGET [--json FILE] [--max-paths N]`.
+"""Where does a function trace? `python -m diagnostics.scan TARGET [--json FILE] [--max-paths N] [--max-functions N]`.
 
 TARGET is a dotted name (module, function, class or method), a .py file or a package directory. Its source, and the source
 of everything it can reach, is read but not run, torch included, and every path to an FX entry point is printed, shortest first:
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from diagnostics.static.entry_points import WHEN
-from diagnostics.static.search import Found, ScanResult, scan
+from diagnostics.static.search import MAX_FUNCTIONS, Found, ScanResult, scan
 from diagnostics.static.targets import TargetError
 
 __all__ = ["ScanResult", "TargetError", "main", "print_result", "scan"]
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Scan, print, and return the exit code."""
     options = _options(arguments)
     try:
-        result = scan(options.target)
+        result = scan(options.target, max_functions=options.max_functions)
     except TargetError as error:
         print(f"scan: {error}", file=sys.stderr)  # noqa: T201 - a message of the command
         return 2
@@ -88,9 +88,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("target", metavar="TARGET", help="a dotted name, a .py file or a package directory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
     parser.add_argument("--max-paths", type=int, default=10, metavar="N", help="how many paths to print (default 10)")
+    parser.add_argument(
+        "--max-functions",
+        type=int,
+        default=MAX_FUNCTIONS,
+        metavar="N",
+        help=f"how many functions to read besides those of TARGET (default {MAX_FUNCTIONS}; all of torch takes minutes)",
+    )
     options = parser.parse_args(arguments)
-    if options.max_paths < 1:
-        parser.error(f"--max-paths {options.max_paths}: use at least 1")
+    if min(options.max_paths, options.max_functions) < 1:
+        parser.error("use at least 1 for --max-paths and --max-functions")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: there is no directory {options.json.absolute().parent}")
     return options

@@ -242,6 +242,9 @@ def test_an_operator_leads_to_what_is_registered_for_it(here: Path) -> None:
     }
     assert any("py_impl(torch._C.DispatchKey.Autograd)" in text for found in result.found for text in found.conditions)
     assert scan("work.g").found == ()
+    assert {found.kind for found in scan("work.operator").found} == {"symbolic_trace", "torch.export"}
+    assert unfollowed(scan("work.operator")) == set()
+    assert unfollowed(scan("work.Operator")) == {"dispatcher"}
 
 
 def test_conditions_are_reported_and_an_unconditional_path_is_not_hidden_by_a_shorter_one(here: Path) -> None:
@@ -291,6 +294,11 @@ def test_cycles_end_and_a_bound_is_said(here: Path) -> None:
         bounded = scan("work.h0", **bounds)
         assert bounded.exit_code == 3
         assert "3" in bounded.bounds[0] or "4" in bounded.bounds[0]
+
+
+def test_code_that_is_nested_too_deeply_is_listed(here: Path) -> None:
+    write(here, work=f"def f(x): return {' + '.join(['x'] * 2000)}")
+    assert unfollowed(scan("work.f")) == {"nested too deeply"}
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,7 @@ class Collector:
             self._members(value.cls, "forward", "calls", node)
             return
         if is_operator(self._resolver, value):
+            self._resolver.dispatched.add(value.cls)
             for implementation in implementations(self._resolver, value):
                 outside, self._conditions = self._conditions, (*self._conditions, f"dispatched by {implementation.rule}")
                 for function in implementation.functions:
@@ -327,7 +328,10 @@ class Collector:
         kind = entry_kind(self._resolver, value)
         if kind is not None:
             self._use(kind, value.qualname, node)
-        elif value.qualname not in IMPLEMENTED_BY_DISPATCH and not value.qualname.startswith(_NOT_SCANNED):
+        elif value.qualname in IMPLEMENTED_BY_DISPATCH:
+            if value.receiver not in self._resolver.dispatched:
+                self._unfollowed("dispatcher", f"{value.qualname} of an operator that no module variable is known to hold", node)
+        elif not value.qualname.startswith(_NOT_SCANNED):
             self.found.edges.append(Edge(value, how, _line(node), self._conditions))
 
     def _use(self, kind: Kind, name: str, node: ast.AST) -> None:

@@ -44,6 +44,7 @@ class Resolver:
         self.sources = sources
         self._busy: set[tuple[int, int, int]] = set()
         self._known: dict[tuple[int, int, int], tuple[Value, ...]] = {}
+        self.dispatched: set[Class] = set()  # classes of operators whose registrations are followed
         self._mro: dict[Class, tuple[Class, ...]] = {}
         self._self_attributes: dict[Class, dict[str, list[tuple[ast.expr, Function, bool]]]] = {}
 

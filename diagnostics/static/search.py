@@ -18,7 +18,6 @@ from diagnostics.static.entry_points import COMPILES, Kind
 from diagnostics.static.presumed import PresumedMethods
 from diagnostics.static.references import Collector, Edge, References, Unfollowed, Use, entry_kind
 from diagnostics.static.resolver import Resolver
-from diagnostics.static.sources import Sources
 from diagnostics.static.targets import find
 from diagnostics.static.values import Function
 
@@ -100,18 +99,17 @@ def scan(target: str, *, max_functions: int = MAX_FUNCTIONS, max_depth: int = MA
     collecting = gc.isenabled()
     gc.disable()  # millions of small nodes, all of them kept: looking for garbage among them doubles the time
     try:
-        sources, roots = find(target)
-        return _Search(sources, max_functions, max_depth).run(target, roots)
+        resolver, roots = find(target)
+        return _Search(resolver, max_functions, max_depth).run(target, roots)
     finally:
         if collecting:
             gc.enable()
 
 
 class _Search:
-    def __init__(self, sources: Sources, max_functions: int, max_depth: int) -> None:
-        self._sources = sources
-        self._resolver = Resolver(sources)
-        self._presumed = PresumedMethods(sources)
+    def __init__(self, resolver: Resolver, max_functions: int, max_depth: int) -> None:
+        self._resolver = resolver
+        self._presumed = PresumedMethods(resolver.sources)
         self._max_functions, self._max_depth = max_functions, max_depth
         self._references: dict[Function, References] = {}
         self._found: dict[tuple[Kind, str, str, int], list[Found]] = {}
@@ -147,13 +145,20 @@ class _Search:
     def _of(self, function: Function) -> References | None:
         if function not in self._references:
             if len(self._references) >= self._max_functions:
-                self._bounds[f"only the nearest {self._max_functions} functions were read"] = None
+                self._bounds[f"only the nearest {self._max_functions} functions were read: --max-functions N reads more"] = None
                 return None
-            references = Collector(self._resolver, self._presumed, function).collect()
+            references = self._collect(function)
             self._references[function] = references
             for one in references.unfollowed:
                 self._not_followed(function, one)
         return self._references[function]
+
+    def _collect(self, function: Function) -> References:
+        try:
+            return Collector(self._resolver, self._presumed, function).collect()
+        except RecursionError:
+            unread = Unfollowed("nested too deeply", function.qualname, _first_line(function))
+            return References(unfollowed=[unread])
 
     def _use(self, visit: _Visit, use: Use) -> None:
         path = (*_steps(visit), Step(visit.function.qualname, f"-> {use.name}", _where(visit.function, use.line), use.conditions))
@@ -176,7 +181,7 @@ class _Search:
         found = sorted((one for group in self._found.values() for one in group), key=lambda one: len(one.path))
         if not any(one.kind in COMPILES for one in found):
             found = [one for one in found if one.kind != "backward"]  # of what nothing here compiles
-        unreadable = [NotFollowed("no source", text, name) for name, text in self._sources.unreadable.items()]
+        unreadable = [NotFollowed("no source", text, name) for name, text in self._resolver.sources.unreadable.items()]
         return ScanResult(
             target=target,
             found=tuple(found),

@@ -16,8 +16,8 @@ class TargetError(Exception):
     """The target cannot be found, read or scanned; the message says what to do."""
 
 
-def find(target: str) -> tuple[Sources, list[Function]]:
-    """The sources to look in and the functions to start from. Raises TargetError on a target that is not there or not Python."""
+def find(target: str) -> tuple[Resolver, list[Function]]:
+    """A resolver of the target's sources, and where to start. Raises TargetError on a target that is not there or not Python."""
     path = Path(target)
     if path.is_dir():
         return _directory(path)
@@ -28,17 +28,17 @@ def find(target: str) -> tuple[Sources, list[Function]]:
     return _dotted(target)
 
 
-def _directory(path: Path) -> tuple[Sources, list[Function]]:
+def _directory(path: Path) -> tuple[Resolver, list[Function]]:
     files = sorted(path.rglob("*.py"))
     if not files:
         raise TargetError(f"{path}: a directory without .py files; give a package, a .py file or a dotted name")
     sources = Sources(sorted({_import_root(file.parent) for file in files}))
-    return sources, [root for file in files for root in _module_roots(sources, _module_name(file))]
+    return Resolver(sources), [root for file in files for root in _module_roots(sources, _module_name(file))]
 
 
-def _file(path: Path) -> tuple[Sources, list[Function]]:
+def _file(path: Path) -> tuple[Resolver, list[Function]]:
     sources = Sources([_import_root(path.parent)])
-    return sources, _module_roots(sources, _module_name(path))
+    return Resolver(sources), _module_roots(sources, _module_name(path))
 
 
 def _import_root(directory: Path) -> Path:
@@ -62,7 +62,7 @@ def _module_roots(sources: Sources, name: str) -> list[Function]:
     return [Function(scope), *all_functions(scope)]
 
 
-def _dotted(target: str) -> tuple[Sources, list[Function]]:
+def _dotted(target: str) -> tuple[Resolver, list[Function]]:
     if not all(part.isidentifier() for part in target.split(".")):
         raise TargetError(
             f"{target}: neither a file, nor a directory, nor a dotted name such as torch.nn.attention.flex_attention"
@@ -78,7 +78,7 @@ def _dotted(target: str) -> tuple[Sources, list[Function]]:
     else:
         raise TargetError(f"{target}: there is no module {parts[0]} in {Path.cwd()} or among the installed packages")
     if length == len(parts):
-        return sources, _module_roots(sources, module)
+        return Resolver(sources), _module_roots(sources, module)
     _module_roots(sources, module)  # says why, if it cannot be read
     resolver = Resolver(sources)
     values: tuple[Value, ...] = (Module(module),)
@@ -89,7 +89,7 @@ def _dotted(target: str) -> tuple[Sources, list[Function]]:
     roots = [root for value in values for root in _roots_of(value, resolver)]
     if not roots:
         raise TargetError(f"{target}: is no module, function, class or method with Python source")
-    return sources, roots
+    return resolver, roots
 
 
 def _roots_of(value: Value, resolver: Resolver) -> Iterator[Function]:
@@ -100,6 +100,7 @@ def _roots_of(value: Value, resolver: Resolver) -> Iterator[Function]:
             yield from methods(value)
         case Instance():
             if is_operator(resolver, value):
+                resolver.dispatched.add(value.cls)
                 yield from (function for one in implementations(resolver, value) for function in one.functions)
             yield from (one for one in resolver.attribute(value, "__call__") if isinstance(one, Function))
         case Module():
