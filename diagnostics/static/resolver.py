@@ -7,7 +7,8 @@ and of `nn.ModuleList` from the calls in them. A name with several bindings stan
 
 Known limits: no flow of values between callers and callees; base classes are searched depth first instead of in C3 order;
 an annotation is taken at its word, so that subclasses of the annotated class are not considered; where names are defined by
-each other in a circle, what is reached through the circle may be incomplete.
+each other in a circle, what is reached through the circle may be incomplete; a value of which one origin is known (`given or
+default`) counts as known; what a function of the standard library returns is taken for something of the standard library.
 """
 
 from __future__ import annotations
