@@ -7,7 +7,6 @@ import dataclasses
 import json
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from diagnostics.stress.combination import Combination, Refused, unclean
 from diagnostics.stress.runner import Tally, run
 from diagnostics.stress.workload import CASES, Workload, fresh, same
 
-ROOT = Path(__file__).parent.parent
 CLEAN: dict[str, Any] = {"actions": {"x": 1}, "errors": {}, "wrong_results": {}, "findings": [], "leaks": [], "afterwards": 2,
                          "wrong_afterwards": {}, "compiles_by_threads": 0, "not_observed": []}  # fmt: skip
 HAZARD = {"severity": "hazard", "id": "F4", "what": "x", "count": 1}
@@ -33,9 +31,9 @@ COMBINATION = Combination(
 )
 
 
-def test_threads_that_only_call_after_a_warm_up_are_clean(tmp_path: Path) -> None:
+def test_threads_that_only_call_after_a_warm_up_are_clean(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
-    arguments = (
+    arguments = [
         "--policy",
         "prewarm",
         "--seconds",
@@ -46,18 +44,17 @@ def test_threads_that_only_call_after_a_warm_up_are_clean(tmp_path: Path) -> Non
         "cpu",
         "--json",
         str(report),
-    )
-    done = subprocess.run(
-        (sys.executable, "-m", "diagnostics.stress", *arguments), cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ]
+    code = command.main(arguments)
+    output = capfd.readouterr().out
+    assert code == 0, output
     (result,) = json.loads(report.read_text())["runs"]
     assert (unclean(result), result["not_observed"], result["afterwards"]) == ([], [], 6 * CASES)
     assert set(result["actions"]) == {
         *("module call", "block mask"),
         *(f"{what} {backend}" for what in ("call", "train") for backend in ("eager", "aot_eager")),
     }
-    assert "flex_attention" in done.stdout  # what a CPU cannot do is said
+    assert "flex_attention" in output  # what a CPU cannot do is said
 
 
 @pytest.fixture(scope="module")
