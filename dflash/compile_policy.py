@@ -101,7 +101,7 @@ class CompilePolicy:
         stance = "default" if self.config.allow_recompiles else "fail_on_recompile"
         self._frozen = True
         try:
-            with torch.compiler.set_stance(stance):
+            with torch.compiler.set_stance(stance), _cache_entries_stay_in_place():
                 yield
         finally:
             self._frozen = False
@@ -165,3 +165,19 @@ class CompilePolicy:
             place = f"{code.co_filename}:{code.co_firstlineno}"
             line = f"- {code.co_name} ({place}) in thread {threading.current_thread().name}: {reasons[-1]}"
             self._after_warmup.append((code.co_name, line))
+
+
+@contextlib.contextmanager
+def _cache_entries_stay_in_place() -> Iterator[None]:
+    """Dynamo moves the cache entry that a call used to the front of its list; a thread that searches the list just then may
+    miss its own entry and recompile for nothing (F18). Training and validation are two entries that all drafters share.
+    """
+    switch: Callable[[bool], object] | None = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
+    if switch is None:
+        yield
+        return
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)

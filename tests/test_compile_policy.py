@@ -59,3 +59,11 @@ def test_eager_compiles_nothing_and_an_unknown_backend_is_refused() -> None:
     assert make(policy="eager").compiled(module) is module
     with pytest.raises(ConfigError, match="'magic' is not known"):
         make(backend="magic").compiled(module)
+
+
+def test_cache_entries_stay_in_place_while_frozen_and_move_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    switched: list[bool] = []
+    monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", switched.append)
+    with make().frozen():
+        assert switched == [False]
+    assert switched == [False, True]
