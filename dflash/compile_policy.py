@@ -169,8 +169,10 @@ class CompilePolicy:
 
 @contextlib.contextmanager
 def _cache_entries_stay_in_place() -> Iterator[None]:
-    """Dynamo moves the cache entry that a call used to the front of its list; a thread that searches the list just then may
-    miss its own entry and recompile for nothing (F18). Training and validation are two entries that all drafters share.
+    """Stop Dynamo from moving the cache entry that a call used to the front of its list.
+
+    A thread that searches the list just then may miss its own entry and recompile for nothing (F18). Training and validation
+    are two entries that all drafters share.
     """
     switch: Callable[[bool], object] | None = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
     if switch is None:

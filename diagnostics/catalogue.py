@@ -118,10 +118,11 @@ CATALOGUE = {
         f"Compile the function that calls flex_attention, with fullgraph=True. {_SERIAL}",
     ),
     "F14": Failure(
-        "a wrapped function (math.sqrt, torch.fx.wrap) was not known to a trace",
+        "functions of math and of torch.fx.wrap were left wrapped, or not known to a trace",
         "While one thread traces, the functions of the module math, and those given to torch.fx.wrap, are replaced in their "
-        "modules; a tracer made meanwhile in another thread notes the replacements, and does not know the functions later.",
-        _SERIAL,
+        "modules; a tracer made meanwhile in another thread notes the replacements, and does not know the functions later. "
+        "Traces that end out of order leave the replacements behind.",
+        f"Restart the process, or call dflash.fx.repair.repair() when no thread traces. {_SERIAL}",
     ),
     "F15": Failure(
         "two exports overlapped, or a module was used while another thread exported it",
@@ -144,8 +145,10 @@ CATALOGUE = {
     "F18": Failure(
         "guards of a compiled function do not fit the state that it was compiled for",
         "Another thread changed what the guards look at while the function was compiled or looked up: it recompiles without a "
-        "reason, fails, or is filed under the new state and computes wrong results, silently.",
-        f"Change modes of modules (train, eval) and globals only while nothing compiles. {_SERIAL}",
+        "reason, fails, or is filed under the new state and computes wrong results, silently. Or a call of another thread moved "
+        "an entry to the front of the function's cache while this one searched it, and it missed its own.",
+        "Change modes of modules (train, eval) and globals only while nothing compiles. After the warm-up, keep cache entries "
+        f"in place: torch._C._dynamo.eval_frame._set_lru_cache(False). {_SERIAL}",
     ),
     "F19": Failure(
         "a call of a fullgraph function was told that it ran uncompiled, although it did not",
