@@ -12,12 +12,22 @@ from diagnostics.probes.config import ConfigProbe
 from diagnostics.probes.exceptions import ExceptionsProbe
 from diagnostics.probes.flag import FlagProbe
 from diagnostics.probes.modules import ModulesProbe
+from diagnostics.probes.probe import Probe
 from diagnostics.probes.selector import SelectorProbe
 from diagnostics.probes.threads import ThreadsProbe
 from diagnostics.probes.tracer import TracerProbe
 from diagnostics.records import Log
 
-PROBES = (TracerProbe, ModulesProbe, FlagProbe, CompilesProbe, ConfigProbe, SelectorProbe, ThreadsProbe, ExceptionsProbe)
+PROBES: tuple[type[Probe], ...] = (
+    TracerProbe,
+    ModulesProbe,
+    FlagProbe,
+    CompilesProbe,
+    ConfigProbe,
+    SelectorProbe,
+    ThreadsProbe,
+    ExceptionsProbe,
+)
 
 
 @contextlib.contextmanager

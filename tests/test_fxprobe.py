@@ -23,6 +23,7 @@ from dflash.fx import seams
 from diagnostics import fxprobe, patch
 from diagnostics.findings import conclude
 from diagnostics.observe import PROBES, observed
+from diagnostics.probes.probe import Probe as AnyProbe
 from diagnostics.records import Finding, Log, Observation
 from diagnostics.session import Outcome
 
@@ -285,6 +286,15 @@ def test_torch_is_as_it_was_after_the_probes_came_off_in_any_order(order: tuple[
     for position in order:
         contexts[position].__exit__(None, None, None)
     assert same(before, patched())
+
+
+@pytest.mark.parametrize("kind", PROBES)
+def test_a_probe_is_attached_once_at_a_time(kind: type[AnyProbe]) -> None:
+    probe = kind(Log())
+    with probe.attached(), pytest.raises(RuntimeError, match="attached already"), probe.attached():
+        pass
+    with probe.attached():
+        pass
 
 
 def test_a_first_compile_under_the_probes_leaves_nothing_of_them_in_torch(probe: Probe) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from dflash.fx import seams
 from diagnostics import patch
+from diagnostics.probes.probe import Probe
 from diagnostics.records import Log, Observation
 from diagnostics.who import inside_dynamo, program_lines, thread_name
 
@@ -30,16 +31,15 @@ _UNCOMPILED_STANCES = ("force_eager", "eager_on_recompile")
 _CACHES = (("aot_autograd", "autograd_cache_"), ("inductor", "fxgraph_cache_"))
 
 
-class CompilesProbe:
+class CompilesProbe(Probe):
     """Writes down compiles, and the fallbacks: the recompile limit, and flex_attention running unfused."""
 
     def __init__(self, log: Log) -> None:
-        self._log = log
+        super().__init__(log)
         self._depth = threading.local()
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Observe inside the block. Raises NotObservable."""
+    def _watching(self) -> Iterator[None]:
         before = set(seams.fallback_warnings())
         report = self._log.not_observed
         with contextlib.ExitStack() as stack:

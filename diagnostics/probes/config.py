@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diagnostics import patch
+from diagnostics.probes.probe import Probe
 from diagnostics.records import Log, Observation
 from diagnostics.who import inside_dynamo, program_lines, thread_name
 
@@ -44,18 +45,17 @@ class _Patches:
     open: int = 0
 
 
-class ConfigProbe:
+class ConfigProbe(Probe):
     """Writes down settings that a compiling thread does not see, and values that overlapping patches left behind."""
 
     def __init__(self, log: Log) -> None:
-        self._log = log
+        super().__init__(log)
         self._lock = threading.Lock()
         self._settings: dict[tuple[str, str], _Setting] = {}
         self._patches: dict[tuple[str, str], _Patches] = {}
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Observe inside the block. Raises NotObservable."""
+    def _watching(self) -> Iterator[None]:
         report = self._log.not_observed
         with contextlib.ExitStack() as stack:
             stack.enter_context(patch.SETTING.subscribed(self._set, report))

@@ -9,22 +9,19 @@ from typing import Any
 
 from diagnostics import patch
 from diagnostics.catalogue import match
+from diagnostics.probes.probe import Probe
 from diagnostics.records import Log, Observation
 from diagnostics.who import thread_name, traceback_lines
 
 
-class ExceptionsProbe:
+class ExceptionsProbe(Probe):
     """Listens to the hook that Python calls for unhandled exceptions of threads.
 
     A program with a hook of its own handles them itself: that is noted, and no reason to distrust the report.
     """
 
-    def __init__(self, log: Log) -> None:
-        self._log = log
-
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Observe inside the block."""
+    def _watching(self) -> Iterator[None]:
         with patch.THREAD_EXCEPTION.subscribed(self._in_thread, self._log.note):
             yield
 

@@ -18,23 +18,23 @@ from typing import Any
 
 from dflash.fx import seams
 from diagnostics import patch
+from diagnostics.probes.probe import Probe
 from diagnostics.probes.tracer import Trace, Traces
 from diagnostics.records import Log, Observation
 from diagnostics.who import program_lines, thread_name
 
 
-class FlagProbe:
+class FlagProbe(Probe):
     """Writes down compiled calls that meet a tracing flag, and leaks at quiet moments."""
 
     def __init__(self, log: Log) -> None:
-        self._log = log
+        super().__init__(log)
         self._traces = Traces(log.not_observed, on_start=self._started, on_end=self._ended)
         self._since_quiet: dict[str, str] = {}  # threads that traced since the last quiet moment, and from which line
         self._known: set[str] = set()
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Observe inside the block. Raises NotObservable."""
+    def _watching(self) -> Iterator[None]:
         self._known = set(seams.leaks(seams.tracing_state()))
         for sentence in self._known:
             self._log.not_observed(f"before the probes were attached: {sentence}")

@@ -15,19 +15,16 @@ from typing import Any
 import torch.fx
 
 from diagnostics import patch
-from diagnostics.records import Log, Observation
+from diagnostics.probes.probe import Probe
+from diagnostics.records import Observation
 from diagnostics.who import program_lines, thread_name
 
 
-class ModulesProbe:
+class ModulesProbe(Probe):
     """Writes down every module call that another thread's tracer answered, and how it ended."""
 
-    def __init__(self, log: Log) -> None:
-        self._log = log
-
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Observe inside the block. Raises NotObservable."""
+    def _watching(self) -> Iterator[None]:
         with patch.TRACE.subscribed(self._start, self._log.not_observed):
             yield
 

@@ -15,22 +15,22 @@ from types import FrameType
 from typing import Any
 
 from diagnostics import patch
+from diagnostics.probes.probe import Probe
 from diagnostics.records import Log, Observation
 from diagnostics.who import program_lines, thread_name
 
 _COMPILER_PATHS = ("/torch/_dynamo/", "/torch/export/", "/torch/_export/")
 
 
-class SelectorProbe:
+class SelectorProbe(Probe):
     """Writes down answers that are about another thread."""
 
     def __init__(self, log: Log) -> None:
-        self._log = log
+        super().__init__(log)
         self._compiling: dict[int, str] = {}  # ident -> name of the threads in a compile
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Observe inside the block. Raises NotObservable."""
+    def _watching(self) -> Iterator[None]:
         report = self._log.not_observed
         with patch.COMPILE.subscribed(self._starts, report), patch.IS_COMPILING.subscribed_to_answers(self._asked, report):
             yield

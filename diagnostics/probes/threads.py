@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from diagnostics import patch
+from diagnostics.probes.probe import Probe
 from diagnostics.records import Log, Observation
 from diagnostics.who import program_lines, thread_name
 
@@ -31,17 +32,16 @@ class _Holder:
     started_seconds: float
 
 
-class ThreadsProbe:
+class ThreadsProbe(Probe):
     """Writes down long waits for the compile lock, how long each thread held it, and a deadlock in the making."""
 
     def __init__(self, log: Log) -> None:
-        self._log = log
+        super().__init__(log)
         self._holder: _Holder | None = None
         self._depth = 0  # of the holder; only the holder changes it
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Observe inside the block. Raises NotObservable."""
+    def _watching(self) -> Iterator[None]:
         with patch.COMPILE_LOCK.subscribed(self._changes, self._log.not_observed):
             yield
 

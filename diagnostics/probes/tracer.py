@@ -17,6 +17,7 @@ from typing import Any
 
 from diagnostics import patch
 from diagnostics.catalogue import match
+from diagnostics.probes.probe import Probe
 from diagnostics.records import Log, Observation
 from diagnostics.who import inside_dynamo, program_lines, thread_name
 
@@ -98,16 +99,15 @@ def forked() -> None:
         table.forked()
 
 
-class TracerProbe:
+class TracerProbe(Probe):
     """Writes down every trace, every overlap of two threads' traces, and what they raise."""
 
     def __init__(self, log: Log) -> None:
-        self._log = log
+        super().__init__(log)
         self._traces = Traces(log.not_observed, on_start=self._started, on_end=self._ended)
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Observe inside the block. Raises NotObservable."""
+    def _watching(self) -> Iterator[None]:
         with self._traces.watched():
             yield
 
