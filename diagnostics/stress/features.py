@@ -38,8 +38,11 @@ def why_not_compiling_flag() -> str | None:
 
 
 def why_not_frame_count() -> str | None:
-    """F19 needs the count of compiled frames in a fullgraph call."""
-    return None if hasattr(torch._dynamo.eval_frame, "set_fullgraph_compiled_frame_count") else "compiled frames are not counted"
+    """F19 needs the count of compiled frames in a fullgraph call, and an error where it is 0."""
+    eval_frame = torch._dynamo.eval_frame
+    if not hasattr(eval_frame, "set_fullgraph_compiled_frame_count"):
+        return "compiled frames are not counted"
+    return None if hasattr(eval_frame, "get_skip_reasons") else "a fullgraph call without a compiled frame only warns"
 
 
 def why_no_python_device() -> str:
