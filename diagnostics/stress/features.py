@@ -6,6 +6,7 @@ Each `why_not_*` returns None where the failure can happen, else the reason why 
 from __future__ import annotations
 
 import contextlib
+import threading
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
@@ -42,13 +43,27 @@ def why_not_frame_count() -> str | None:
     eval_frame = torch._dynamo.eval_frame
     if not hasattr(eval_frame, "set_fullgraph_compiled_frame_count"):
         return "compiled frames are not counted"
-    return None if hasattr(eval_frame, "get_skip_reasons") else "a fullgraph call without a compiled frame only warns"
+    if not hasattr(eval_frame, "get_skip_reasons"):
+        return "a fullgraph call without a compiled frame only warns"
+    return None if _frame_count_is_shared() else "the count of compiled frames is per thread"
 
 
 def why_no_python_device() -> str:
     """F8 is tried with a device made in Python; empty where torch can make one."""
     found = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
     return "" if found else "this torch cannot make a device in Python"
+
+
+def _frame_count_is_shared() -> bool:
+    """What one thread sets, another reads; the count is put back."""
+    exchange: Any = vars(torch._dynamo.eval_frame)["set_fullgraph_compiled_frame_count"]
+    mark, seen = 12345, list[int]()
+    before = exchange(mark)
+    thread = threading.Thread(target=lambda: seen.append(exchange(mark)))
+    thread.start()
+    thread.join()
+    exchange(before)
+    return seen == [mark]
 
 
 def config_is_per_thread() -> bool:
