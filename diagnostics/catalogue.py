@@ -152,9 +152,9 @@ CATALOGUE = {
     ),
     "F19": Failure(
         "a call of a fullgraph function was told that it ran uncompiled, although it did not",
-        "In torch 2.13 and 2.14 the count of compiled frames in a fullgraph=True call is one for the process: the end of one call and "
-        "the begin of another, both in a second thread, can set it back. Rare: seen twice in some tens of thousands of calls "
-        "under stress.",
+        "In torch 2.13 and 2.14 the count of compiled frames in a fullgraph=True call is one for the process: the end of one "
+        "call and the begin of another, both in a second thread, can set it back. Rare: seen twice in some tens of thousands of "
+        "calls under stress. torch 2.15 counts per thread.",
         "After the warm-up call under torch.compiler.set_stance('fail_on_recompile'), which switches this check off and still "
         "refuses to run uncompiled; or compile without fullgraph=True.",
     ),
