@@ -197,7 +197,7 @@ def test_a_failure_is_found_shortened_and_replayed_every_time(results: dict[str,
     assert len(shortened) < len(made)
     code, output = results[f"replay {name}"]
     assert code == 1
-    assert re.search(rf"^(\w+, )?{name}(, \w+)?: 20 of 20$", output, flags=re.MULTILINE), output
+    assert re.search(rf"^([\w ]+, )*{name}(, [\w ]+)*: 20 of 20$", output, flags=re.MULTILINE), output
 
 
 def test_threads_stop_at_every_seam(results: dict[str, tuple[int, str]]) -> None:
