@@ -10,28 +10,35 @@ from diagnostics.catalogue import CATALOGUE, match
 from diagnostics.journal import ProcessRecord
 from diagnostics.records import Finding, Observation, Severity
 
+_OF_THREADS = frozenset({"trace", "compile", "graph", "overlap", "foreign_call", "foreign_flag", "lock"})
+_ALSO_ALONE = frozenset({"F3", "unclassified"})
 _ORDER: dict[Severity, int] = {"error": 0, "hazard": 1, "info": 2}
 
 
 def conclude(observations: Iterable[Observation]) -> tuple[Finding, ...]:
     """What `observations` mean, errors first. What was not observed is no finding; the caller reports it."""
     observations = tuple(observations)
+    threaded = len({thread for seen in observations if seen.kind in _OF_THREADS for thread in seen.threads}) > 1
+    met = any(seen.kind in ("overlap", "foreign_call", "leak") for seen in observations)
     merged: dict[tuple[str, tuple[str, ...]], Finding] = {}
     for observation in observations:
         rule = _RULES.get(observation.kind)
         found = rule(observation) if rule is not None else None
         if found is not None:
+            if found.id == "stance" and not threaded:  # on purpose, and nobody else to hit
+                found = dataclasses.replace(found, severity="info")
             _merge(merged, found)
     for observation in observations:
         if observation.kind == "exception":
             found = _exception(observation, tuple(merged.values()))
-            if found is not None:
+            # FX raises the same for a module that one thread alone cannot trace.
+            if found is not None and (met or found.id not in _ALSO_ALONE):
                 _merge(merged, found)
     for found in _shared_compiles(observations):
         _merge(merged, found)
     errors = [finding for finding in merged.values() if finding.severity == "error"]
     kept = [finding for finding in merged.values() if not _explained(finding, errors)]
-    return tuple(sorted(kept, key=lambda finding: (_ORDER[finding.severity], finding.id)))
+    return tuple(sorted(kept, key=_rank))
 
 
 def conclude_all(processes: Sequence[ProcessRecord]) -> tuple[Finding, ...]:
@@ -46,7 +53,13 @@ def conclude_all(processes: Sequence[ProcessRecord]) -> tuple[Finding, ...]:
                 merged[key] = dataclasses.replace(found, process=label)
             else:
                 merged[key] = dataclasses.replace(known, count=known.count + found.count, process=f"{known.process}, {label}")
-    return tuple(sorted(merged.values(), key=lambda finding: (_ORDER[finding.severity], finding.id)))
+    return tuple(sorted(merged.values(), key=_rank))
+
+
+def _rank(finding: Finding) -> tuple[int, int, str]:
+    """Errors first, then in the order of the catalogue."""
+    number = re.search(r"\d+", finding.id)
+    return _ORDER[finding.severity], int(number[0]) if number else 99, finding.id
 
 
 def _merge(merged: dict[tuple[str, tuple[str, ...]], Finding], found: Finding) -> None:
@@ -155,6 +168,12 @@ def _deadlock(seen: Observation) -> Finding:
     return _finding("F8", "error", detail, seen)
 
 
+def _needless(seen: Observation) -> Finding | None:
+    if match(seen.fields.get("reason", "")) != "F18":
+        return None
+    return _finding("F18", "hazard", f"{seen.threads[0]} compiled {seen.name} again although its guards passed", seen)
+
+
 def _shared_compiles(observations: tuple[Observation, ...]) -> list[Finding]:
     functions: dict[tuple[str, tuple[str, ...]], list[Observation]] = {}
     for seen in observations:
@@ -179,5 +198,6 @@ _RULES: dict[str, Callable[[Observation], Finding | None]] = {
     "setting": _setting,
     "foreign_compiling": _foreign_compiling,
     "stance": _stance,
+    "compile": _needless,
     "deadlock": _deadlock,
 }

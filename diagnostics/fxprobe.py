@@ -15,14 +15,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
+import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from diagnostics.findings import conclude_all
+from diagnostics.output import ignoring_closed_stderr, output_file, say, write_text
 from diagnostics.page import write_page
 from diagnostics.records import Finding
 from diagnostics.report import print_report
@@ -44,13 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not command:
         parser.error("no program given: end the command with -- script.py args, -- -m module args, or -- torchrun ...")
-    for path in (options.json, options.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            parser.error(f"{path}: there is no directory {path.absolute().parent}")
     try:
         outcome = observe_program(command, seconds_between_progress=options.progress, stall_seconds=options.stall)
     except UsageError as error:
-        print(f"fxprobe: {error}", file=sys.stderr)  # noqa: T201 - a message of the command
+        say(f"fxprobe: {error}")
         return 2
     return _report(options, command, outcome)
 
@@ -67,8 +64,20 @@ def _report(options: argparse.Namespace, command: list[str], outcome: Outcome) -
     findings = conclude_all(outcome.processes)
     known = {finding.id for finding in findings}
     findings = (*(hang for hang in outcome.hangs if hang.id not in known | _explained_by(known)), *findings)
-    print_report(Console(stderr=True, width=None if sys.stderr.isatty() else 140), outcome, findings)
     code = outcome.exit_code or exit_code(outcome, findings, fail_on=options.fail_on)
+    for path, make in ((options.json, _as_json), (options.html, write_page)):
+        if path is not None:
+            try:
+                write_text(path, make(command, outcome, findings))
+            except OSError as error:
+                say(f"fxprobe: cannot write {path}: {error.strerror}")
+                code = code or 2
+    with ignoring_closed_stderr():
+        print_report(Console(stderr=True, width=None if sys.stderr.isatty() else 140), outcome, findings)
+    return code
+
+
+def _as_json(command: list[str], outcome: Outcome, findings: Sequence[Finding]) -> str:
     content = {
         "version": 2,
         "program": command,
@@ -78,15 +87,7 @@ def _report(options: argparse.Namespace, command: list[str], outcome: Outcome) -
         "findings": [finding.to_dict() for finding in findings],
         "processes": [process.to_dict() for process in outcome.processes],
     }
-    try:
-        if options.json is not None:
-            _write(options.json, json.dumps(content, indent=1) + "\n")
-        if options.html is not None:
-            _write(options.html, write_page(command, outcome, findings))
-    except OSError as error:
-        print(f"fxprobe: cannot write {error.filename}: {error.strerror}", file=sys.stderr)  # noqa: T201 - a message
-        return code or 2
-    return code
+    return json.dumps(content, indent=1) + "\n"
 
 
 def _explained_by(known: set[str]) -> set[str]:
@@ -94,31 +95,32 @@ def _explained_by(known: set[str]) -> set[str]:
     return {"stall"} if "F8" in known else set()
 
 
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds: use 0 or more")
+    return seconds
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m diagnostics.fxprobe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write observations and findings")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write observations and findings")
+    parser.add_argument("--html", type=output_file, metavar="FILE", help="write the report as one page")
     parser.add_argument(
         "--fail-on", choices=("error", "hazard"), default="error", help="the least severity that gives exit code 1"
     )
     parser.add_argument(
         "--progress",
-        type=float,
+        type=_seconds,
         default=_SECONDS_BETWEEN_PROGRESS,
         metavar="SECONDS",
         help="time between progress lines on standard error, 0 for none (default: %(default)s)",
     )
     parser.add_argument(
         "--stall",
-        type=float,
+        type=_seconds,
         default=_STALL_SECONDS,
         metavar="SECONDS",
         help="look at the stacks of a process that did nothing for so long, 0 for never (default: %(default)s)",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from diagnostics.output import write_text
 from diagnostics.stacks import CannotObserve, NoSuchProcess, has_ended, take
 from diagnostics.thread_states import ThreadState
 from diagnostics.waiting import HangReport, analyse
@@ -177,9 +177,7 @@ def _fail(message: str, *, code: int) -> int:
 
 
 def _write_json(path: Path, report: HangReport) -> None:
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps({"version": 1, **report.to_dict()}, indent=1) + "\n")
-    aside.replace(path)
+    write_text(path, json.dumps({"version": 1, **report.to_dict()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

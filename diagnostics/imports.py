@@ -48,6 +48,9 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, original: Any, then: Callback) -> None:
         self._original, self._then = original, then
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self._original.create_module(spec)
         return module

@@ -16,13 +16,13 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from diagnostics.output import output_file, write_text
 from diagnostics.stress.replay import LIMIT_SECONDS, PARALLEL, Job, Outcome, Server, ServerError
 
 _NONE, _ISOLATION = "none", "isolation"  # names of policies
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m diagnostics.selftest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the matrix there as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the matrix there as well")
     parser.add_argument("--only", default="", metavar="F1,F5", help="these recipes")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="each N times (default 1)")
     options = parser.parse_args(arguments)
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)  # noqa: T201 - there is no matrix to print
         return 3
     if options.json is not None:
-        options.json.write_text(json.dumps(to_dict(matrix), indent=1) + "\n")
+        write_text(options.json, json.dumps(to_dict(matrix), indent=1) + "\n")
     print_matrix(Console(width=None if sys.stdout.isatty() else 160), matrix)
     return matrix.exit_code
 

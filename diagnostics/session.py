@@ -1,8 +1,8 @@
 """Run a program with the probes in all its Python processes, and collect what they saw. The program is not changed otherwise.
 
 Two environment variables reach every child: PYTHONPATH leads to `diagnostics/inject`, and FXPROBE_JOURNALS names the directory
-where each process writes its journal. The program keeps its terminal, its process group and its signals: Ctrl-C reaches it
-from the terminal, and SIGTERM is passed on; this process then waits for it and reports.
+where each process writes its journal. The program keeps its terminal, its process group and its signals (`diagnostics.signals`);
+this process waits for its end and reports.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
 from diagnostics.findings import conclude
 from diagnostics.hang_watch import HangWatch
 from diagnostics.journal import ProcessRecord, read_journals
+from diagnostics.output import say
 from diagnostics.records import Finding
+from diagnostics.signals import passed_on
 
 _POLL_SECONDS = 0.2
 _UNSEEN_AFTER_SECONDS = 2.0  # a Python process of this age without a journal is not watched
 _SECONDS_BETWEEN_HANG_CHECKS = 1.0
 _INJECT = Path(__file__).parent / "inject"
+_ROOT = Path(__file__).resolve().parent.parent
 
 
 class UsageError(ValueError):
@@ -71,6 +73,9 @@ def observe_program(command: Sequence[str], *, seconds_between_progress: float, 
 def resolve(command: Sequence[str]) -> list[str]:
     """The full command line for what the user wrote. Raises UsageError when there is no such program."""
     first = command[0]
+    _check_names(Path.cwd() if first in ("-m", "-c") else Path(first).parent)
+    if first == "-c":
+        return [sys.executable, *command]
     if first == "-m":
         if len(command) < 2:
             raise UsageError("-m needs the name of a module")
@@ -89,13 +94,34 @@ def resolve(command: Sequence[str]) -> list[str]:
     return [found, *command[1:]]
 
 
+def _check_names(directory: Path) -> None:
+    """Raise UsageError where the program has a module by the name of ours: it would get ours instead."""
+    for name in ("diagnostics", "dflash"):
+        for path in (directory / f"{name}.py", directory / name / "__init__.py"):
+            if path.exists() and path.resolve().parent not in (_ROOT, _ROOT / name):
+                raise UsageError(
+                    f"the program has a module of its own named {name} ({path}), which the probes would replace: rename it"
+                )
+
+
 def _run(command: list[str], watcher: _Watcher) -> Outcome:
     started = time.monotonic()
-    try:
-        program = subprocess.Popen(command, env=_environment(watcher.directory))
-    except OSError as error:
-        raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
-    with _signals_for(program):
+    early: list[int] = []  # signals that come before the program has been started
+    program: subprocess.Popen[bytes] | None = None
+
+    def send(number: int) -> None:
+        if program is None:
+            early.append(number)
+        else:
+            program.send_signal(number)
+
+    with passed_on(send):
+        try:
+            program = subprocess.Popen(command, env=_environment(watcher.directory))
+        except OSError as error:
+            raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
+        for number in early:
+            program.send_signal(number)
         while True:
             try:
                 code = program.wait(_POLL_SECONDS)
@@ -108,22 +134,6 @@ def _run(command: list[str], watcher: _Watcher) -> Outcome:
 def _environment(directory: Path) -> dict[str, str]:
     paths = [str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FXPROBE_JOURNALS": str(directory)}
-
-
-@contextlib.contextmanager
-def _signals_for(program: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ctrl-C is the program's, which the terminal tells as well; SIGTERM and SIGHUP are passed on."""
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        program.send_signal(number)
-
-    before = {signal.SIGINT: signal.signal(signal.SIGINT, lambda _number, _frame: None)}
-    before |= {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Watcher:
@@ -170,7 +180,7 @@ class _Watcher:
         self._hangs_unseen += report.not_observed
         for finding in report.findings:
             self._hangs.append(dataclasses.replace(finding, process=f"pid {report.pid}"))
-            _say(f"process {report.pid} is stuck: {finding.what}. It is left as it is: end it with kill {report.pid}")
+            say(f"fxprobe: process {report.pid} does nothing: {finding.what}. It is left as it is; kill {report.pid} ends it")
 
     def _progress(self) -> None:
         processes = [record for record in read_journals(self.directory) if record.torch is not None]
@@ -181,8 +191,8 @@ class _Watcher:
                     counts[seen.kind] += seen.count
         findings = [finding for record in processes for finding in conclude(record.observations)]
         worst = {severity: sum(finding.severity == severity for finding in findings) for severity in ("error", "hazard")}
-        _say(
-            f"{time.monotonic() - self._started:.0f} s, {len(processes)} processes with torch, "
+        say(
+            f"fxprobe: {time.monotonic() - self._started:.0f} s, {len(processes)} with torch, "
             f"{counts['trace']} traces, {counts['compile']} compiles, {worst['error']} errors, {worst['hazard']} hazards"
         )
 
@@ -208,20 +218,23 @@ class _Watcher:
             others=len(records) - len(processes),
             not_observed=tuple(dict.fromkeys([*unseen, *self._hangs_unseen])),
             notes=tuple(dict.fromkeys(notes)),
-            hangs=tuple(self._hangs),
+            hangs=tuple(self._told(finding, records) for finding in self._hangs),
         )
+
+    def _told(self, finding: Finding, records: Sequence[ProcessRecord]) -> Finding:
+        """A process that stood still and then ended by itself was slow, not stuck."""
+        ended = {f"pid {record.pid}" for record in records if record.ended}
+        if finding.process not in ended:
+            return finding
+        return dataclasses.replace(finding, severity="info", what=f"it went on after a while in which {finding.what}")
 
     def _end_notes(self, record: ProcessRecord) -> list[str]:
         if record.ended:
             return []
         if psutil.pid_exists(record.pid) and record.pid in self._alive:
             return ["still runs: what it does from now on is not in this report"]
-        return ["ended without its exit handlers (os._exit or a signal): the last look at what is left behind is missing"]
+        return ["ended without its exit handlers (os._exit, exec or a signal): the last look at what is left behind is missing"]
 
 
 def _of(record: ProcessRecord, processes: Sequence[ProcessRecord], sentence: str) -> str:
     return f"{record.label}: {sentence}" if len(processes) > 1 else sentence
-
-
-def _say(sentence: str) -> None:
-    print(f"fxprobe: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 - a message of the command

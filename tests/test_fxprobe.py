@@ -228,12 +228,12 @@ def test_a_program_with_exception_hooks_of_its_own_is_observed_all_the_same(prob
         thread = threading.Thread(target=fails)
         thread.start()
         thread.join()
-        raise RuntimeError("Found multiple different tracers")
+        raise RuntimeError("CURRENT_PATCHER is None in finally block")
         """,
     )
     done = probe(program)
-    assert (done.stdout, done.returncode) == ("thread in a thread\nmain Found multiple different tracers\n", 1)
-    assert [(finding.id, finding.who) for finding in probe.findings] == [("F3", ("MainThread",))]
+    assert (done.stdout, done.returncode) == ("thread in a thread\nmain CURRENT_PATCHER is None in finally block\n", 1)
+    assert [(finding.id, finding.who) for finding in probe.findings] == [("F5", ("MainThread",))]
     assert (len(probe.report["notes"]), probe.report["not_observed"]) == (1, [])
 
 
@@ -435,8 +435,15 @@ def _exception(message: str, thread: str) -> Observation:
 
 
 def test_a_known_exception_without_a_probes_explanation_is_a_finding() -> None:
-    (finding,) = conclude([_exception("Found multiple different tracers in one call", "a")])
-    assert (finding.id, finding.severity, finding.who) == ("F3", "error", ("a",))
+    (finding,) = conclude([_exception("CURRENT_PATCHER is None in finally block", "a")])
+    assert (finding.id, finding.severity, finding.who) == ("F5", "error", ("a",))
+
+
+def test_what_fx_says_also_to_one_thread_alone_needs_another_one_to_be_a_finding() -> None:
+    raised = _exception("Found multiple different tracers in one call", "a")
+    overlap = Observation(kind="overlap", name="x", threads=("b", "a"), fields={"where_first": []})
+    assert conclude([raised]) == ()
+    assert ("F3", ("a",)) in [(finding.id, finding.who) for finding in conclude([raised, overlap])]
 
 
 def test_an_exception_that_a_probe_explains_is_not_counted_twice() -> None:

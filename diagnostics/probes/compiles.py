@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any
 
 from dflash.fx import seams
@@ -56,6 +56,7 @@ class CompilesProbe(Probe):
         compile_id = keywords.get("compile_id")
         recompile = getattr(compile_id, "frame_compile_id", None)
         thread, caller, started, clock = thread_name(), program_lines(), time.time(), time.perf_counter()
+        name, place = _function(code, arguments, caller)
         depth = self._depth.value = getattr(self._depth, "value", 0) + 1
         breaks_before, caches_before = _counted("graph_break"), _caches()
 
@@ -65,9 +66,9 @@ class CompilesProbe(Probe):
             breaks = sorted(_counted("graph_break") - breaks_before) if depth == 1 else []
             seen = Observation(
                 kind="compile",
-                name=code.co_qualname,
+                name=name,
                 threads=(thread,),
-                where=(f"{code.co_filename}:{code.co_firstlineno} {code.co_name}",),
+                where=(place,),
                 time_seconds=started,
                 duration_seconds=time.perf_counter() - clock,
                 fields={
@@ -80,10 +81,10 @@ class CompilesProbe(Probe):
             )
             self._log.add(seen)
             if error is not None and _is_suppressed():
-                sentence = f"{code.co_qualname} failed to compile ({type(error).__name__}) and runs uncompiled: suppress_errors"
+                sentence = f"{name} failed to compile ({type(error).__name__}) and runs uncompiled: suppress_errors"
                 self._log.add(dataclasses.replace(seen, kind="fallback", name=sentence, duration_seconds=0.0, fields={}))
             if error is not None and _hit_the_limit(error):
-                sentence, fields = f"{code.co_qualname} reached the recompile limit", {"caller": list(caller)}
+                sentence, fields = f"{name} reached the recompile limit", {"caller": list(caller)}
                 self._log.add(dataclasses.replace(seen, kind="fallback", name=sentence, duration_seconds=0.0, fields=fields))
 
         return finish
@@ -108,6 +109,19 @@ class CompilesProbe(Probe):
                 kind="stance", name=str(stance), threads=(thread_name(),), where=program_lines(), time_seconds=time.time()
             )
             self._log.add(seen)
+
+
+def _function(code: CodeType, arguments: tuple[Any, ...], caller: tuple[str, ...]) -> tuple[str, str]:
+    """Name and place of what is compiled: of a module of torch, which Dynamo wraps in a function of its own, class and caller."""
+    if code.co_filename.endswith("/_dynamo/external_utils.py") and caller:
+        cells = next((cells for cells in arguments if isinstance(cells, tuple) and cells and isinstance(cells[0], CellType)), ())
+        wrapped = next((cell.cell_contents for cell in cells if callable(cell.cell_contents)), None)
+        if wrapped is not None:
+            owner = getattr(wrapped, "__self__", wrapped)
+            return type(owner).__qualname__ if owner is not wrapped else getattr(
+                wrapped, "__qualname__", type(wrapped).__qualname__
+            ), caller[-1]
+    return code.co_qualname, f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"
 
 
 def _counted(group: str) -> Counter[str]:

@@ -1,0 +1,55 @@
+"""Files that a command was asked to write, and words on a standard error that may be closed. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def output_file(text: str) -> Path:
+    """The type of an option that names a file to write; refuses at the start what cannot be one."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a directory: name a file")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.absolute().parent}")
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; what is no regular file (/dev/stdout, a pipe) is written to as it is."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def say(sentence: str) -> None:
+    """One line on standard error, or nothing once nobody reads it: a closed pipe must not end a command."""
+    with ignoring_closed_stderr():
+        print(sentence, file=sys.stderr, flush=True)  # noqa: T201 - what this function is for
+
+
+@contextlib.contextmanager
+def ignoring_closed_stderr() -> Iterator[None]:
+    """Go on after the block when standard error was closed in it; later words go nowhere."""
+    if sys.stderr is None:
+        _discard_stderr()
+    try:
+        yield
+    except OSError:
+        _discard_stderr()
+
+
+def _discard_stderr() -> None:
+    sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
