@@ -40,7 +40,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
     """Prove the laws."""
-    _run(session, "-m", "pytest", *session.posargs)
+    _run(session, "-m", "pytest", "-n", "2", *session.posargs)  # most tests wait for child processes
 
 
 @nox.session(venv_backend="none", requires=["environment"])
