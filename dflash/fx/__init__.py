@@ -1,4 +1,4 @@
-"""FX tracing and threads: `isolate` gives each thread tracing state of its own, `seams` reads what is shared, `repair` undoes leaks.
+"""FX tracing and threads: `isolate` gives each thread its own state, `seams` reads what is shared, `repair` undoes leaks.
 
 `isolate`, `isolated` and `self_check` import torch (and Dynamo) when they are first asked for.
 """

@@ -115,9 +115,9 @@ def drop(method: str, wrapper: Wrapper) -> None:
             _end()
 
 
-def tracing_threads() -> list[int]:
-    """Identifiers of the threads that have wrappers."""
-    return list(_depths)
+def this_thread_traces() -> bool:
+    """Whether the calling thread has wrappers."""
+    return bool(_stacks.call)
 
 
 def after_fork() -> None:

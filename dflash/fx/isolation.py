@@ -9,6 +9,8 @@ held while a thread traces. Compiled functions made before it was installed are 
 |---|---|---|
 | flags, patcher, tracer, modes behind module globals | thread-local values, functions of torch compiled anew | per_thread.py |
 | `nn.Module.__call__`, `__getattr__` | a dispatcher while any thread traces, nothing otherwise | dispatch.py |
+| `math.*`, functions of `torch.fx.wrap` | one shared wrapper while any thread traces | wrapped.py |
+| backward of a thread that traces or holds the compile lock | runs in this thread, not in the device's | backward.py |
 
 A part that a release of torch isolates itself is left alone. Where torch is not as expected, where a trace or compile runs, or
 where an earlier overlap has left its state behind, nothing is installed and the error says what to do.
@@ -34,6 +36,7 @@ import torch.fx._symbolic_trace as symbolic_trace
 from torch._dynamo import convert_frame  # Dynamo remembers nn.Module's methods as it finds them when it is imported
 
 from dflash.fx import seams
+from dflash.fx.backward import Backward
 from dflash.fx.code_swap import UnknownInternals
 from dflash.fx.patches import Patches
 from dflash.fx.per_thread import PerThread
@@ -49,7 +52,7 @@ class _Installed:
     """Everything that is changed, and how often it was asked for."""
 
     def __init__(self) -> None:
-        self.parts: tuple[Any, ...] = (PerThread(), Patches())
+        self.parts: tuple[Any, ...] = (PerThread(), Patches(), Backward())
         self.users = 0
         self.for_life = False
 
