@@ -23,8 +23,9 @@ class Backward:
 
     def __init__(self) -> None:
         """Raises UnknownInternals; changes nothing."""
+        lock = convert_frame.compile_lock  # kept: a watcher that stands in for it later still takes it
         function = getattr(torch.autograd.graph, "_engine_run_backward", None)
-        if type(function) is not FunctionType or function.__closure__ or not hasattr(convert_frame.compile_lock, "_is_owned"):
+        if type(function) is not FunctionType or function.__closure__ or not hasattr(lock, "_is_owned"):
             raise UnknownInternals("torch.autograd.graph._engine_run_backward, or Dynamo's compile lock, is not as expected")
         self._function = function
         self._code: CodeType = function.__code__
@@ -32,7 +33,7 @@ class Backward:
         original.__kwdefaults__ = function.__kwdefaults__
 
         def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (convert_frame.compile_lock._is_owned() or dispatch.this_thread_traces()):  # type: ignore[attr-defined]
+            if not (lock._is_owned() or dispatch.this_thread_traces()):
                 return original(t_outputs, *args, **kwargs)
             with torch.autograd.set_multithreading_enabled(False):
                 return original(t_outputs, *args, **kwargs)

@@ -92,7 +92,8 @@ def isolate() -> None:
 def isolated() -> Iterator[None]:
     """Isolate inside the block. Nested and overlapping blocks share one isolation; the last to end takes it off.
 
-    Raises IsolationError as `isolate` does, and at the end when a thread traces or compiles; the isolation stays on then.
+    Raises IsolationError as `isolate` does, and at the end when a thread traces or compiles; the isolation stays on then, until
+    the next block ends.
     """
     with _lock:
         _enter().users += 1
@@ -132,7 +133,6 @@ def _leave() -> None:
     with _alone():
         busy = _busy()
         if busy:
-            _installed.for_life = True
             raise IsolationError(f"{busy}: the isolation stays on. Let threads end before the block of isolated() does")
         _installed.remove()
     _installed = None
