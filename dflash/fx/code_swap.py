@@ -11,6 +11,7 @@ Known limits: a frame that runs keeps the code it began with. Objects hidden by 
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,15 +30,20 @@ def compiled_with(module: ModuleType, names: Iterable[str], values: object) -> d
 
     Raises UnknownInternals when the source is missing.
     """
+    mark = f"values of {module.__name__}"
+    return {key: with_constants(code, {mark: values}) for key, code in _compiled(module, tuple(names), mark).items()}
+
+
+@functools.cache
+def _compiled(module: ModuleType, names: tuple[str, ...], mark: str) -> dict[Key, CodeType]:
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, SyntaxError) as error:
         raise UnknownInternals(f"no readable source of {module.__name__}: thread isolation compiles it anew") from error
-    mark = f"values of {module.__name__}"
     tree = ast.fix_missing_locations(_Attributes(frozenset(names), mark).visit(tree))
     code = compile(tree, str(module.__file__), "exec", dont_inherit=True)
     return {
-        (part.co_qualname, part.co_firstlineno): with_constants(part, {mark: values})
+        (part.co_qualname, part.co_firstlineno): part
         for part in _parts(code)
         if part.co_flags & inspect.CO_OPTIMIZED and _uses(part, mark)  # functions; not bodies of classes
     }
@@ -77,14 +83,28 @@ def swap_kept(pairs: Sequence[tuple[CodeType, CodeType]]) -> int:
     new = {id(old): code for old, code in pairs}
     count = 0
     for holder in gc.get_referrers(*(old for old, _ in pairs)):
-        attributes = holder if type(holder) is dict else getattr(holder, "__dict__", None)
-        if type(attributes) is not dict or isinstance(holder, FunctionType):
-            continue
+        attributes = _attributes(holder)
         for name, value in list(attributes.items()):
-            if isinstance(value, CodeType) and isinstance(name, str) and id(value) in new:
+            if isinstance(value, CodeType) and id(value) in new:
                 attributes[name] = new[id(value)]
                 count += 1
     return count
+
+
+def _attributes(holder: object) -> dict[str, Any]:
+    """The attributes that an object keeps something in; nothing for a function, a module, or a dictionary of its own."""
+    if type(holder) is dict:
+        owners = [owner for owner in gc.get_referrers(holder) if _dictionary(owner) is holder]
+        return holder if owners and not isinstance(owners[0], ModuleType | FunctionType) else {}
+    return {} if isinstance(holder, ModuleType | FunctionType) else _dictionary(holder)
+
+
+def _dictionary(thing: object) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return found if type(found) is dict else {}
 
 
 def global_names(code: CodeType) -> set[str]:

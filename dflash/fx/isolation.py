@@ -112,6 +112,7 @@ def is_isolated() -> bool:
 def _enter() -> _Installed:
     global _installed
     if _installed is None:
+        _refuse()
         try:
             new = _Installed()  # imports, and so may take long and let other threads run
             with _alone():
