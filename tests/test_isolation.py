@@ -472,3 +472,17 @@ def test_repair_finds_nothing_to_do_under_isolation() -> None:
     with Parked(made):
         pass
     assert repair() == []
+
+
+def test_the_self_check_sees_every_race_without_isolation_and_its_cure_with_it() -> None:
+    without = dflash.fx.self_check()
+    assert seams.leaks(seams.tracing_state()) == []
+    assert set(without.values()) <= {"not cured", "not needed"}
+    assert without["F3, F4: module calls beside a trace"] == "not cured"
+    with dflash.fx.isolated():
+        assert dflash.fx.self_check() == {race: state.replace("not cured", "cured") for race, state in without.items()}
+
+
+def test_the_self_check_is_refused_beside_a_trace() -> None:
+    with Parked(traced), pytest.raises(IsolationError, match="thread parked traces"):
+        dflash.fx.self_check()

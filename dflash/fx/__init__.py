@@ -9,10 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dflash.fx.checks import self_check as self_check
     from dflash.fx.isolation import isolate as isolate
     from dflash.fx.isolation import isolated as isolated
 
-_LAZY = {"isolate": "dflash.fx.isolation", "isolated": "dflash.fx.isolation"}
+_LAZY = {"isolate": "dflash.fx.isolation", "isolated": "dflash.fx.isolation", "self_check": "dflash.fx.checks"}
 
 
 def __getattr__(name: str) -> Any:

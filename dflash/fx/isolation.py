@@ -112,11 +112,11 @@ def is_isolated() -> bool:
 def _enter() -> _Installed:
     global _installed
     if _installed is None:
-        _refuse()
+        refuse_unless_quiet()
         try:
             new = _Installed()  # imports, and so may take long and let other threads run
             with _alone():
-                _refuse()
+                refuse_unless_quiet()
                 new.install()
         except UnknownInternals as error:
             raise IsolationError(f"{error} (torch {torch.__version__}): thread isolation does not know this torch") from error
@@ -154,17 +154,18 @@ def _alone() -> Iterator[None]:
         compile_lock.release()
 
 
-def _refuse() -> None:
+def refuse_unless_quiet() -> None:
+    """Raises IsolationError while a thread traces or exports, and where overlapping traces have left something behind."""
     busy = _busy()
     if busy:
         raise IsolationError(f"{busy}: isolate before any thread traces or compiles")
     state = seams.tracing_state()
     missing = [sentence for sentence in seams.unknown(state) if "flex_attention" not in sentence]
     if missing:
-        raise IsolationError(f"{missing[0]}; thread isolation was not installed")
+        raise IsolationError(f"{missing[0]}; nothing was changed")
     left = seams.leaks(state)
     if left:
-        raise IsolationError(f"{left[0]}. Thread isolation was not installed: call dflash.fx.repair.repair() first")
+        raise IsolationError(f"{left[0]}. Call dflash.fx.repair.repair() first; nothing was changed")
 
 
 def _busy() -> str | None:

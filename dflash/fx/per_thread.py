@@ -44,20 +44,23 @@ STATE = {
 }
 
 
+def is_shared(module: ModuleType, name: str) -> bool:
+    """Whether torch keeps one value of `name` for the process."""
+    absent = object()
+    value = vars(module).get(name, absent)
+    return value is not absent and not isinstance(value, contextvars.ContextVar | threading.local)
+
+
 class ModuleState:
     """The per-thread values of one module, not yet installed."""
 
     def __init__(self, name: str, names: Sequence[str]) -> None:
         """Raises UnknownInternals on a module that is not as expected; changes nothing."""
         self.module: ModuleType = importlib.import_module(name)
-        self.names = tuple(entry for entry in names if self._is_shared(entry))
+        self.names = tuple(entry for entry in names if is_shared(self.module, entry))
         self._class = type(self.module)
         self.values = _thread_values({entry: vars(self.module)[entry] for entry in self.names})
         self.code = code_swap.compiled_with(self.module, self.names, self.values) if self.names else {}
-
-    def _is_shared(self, name: str) -> bool:
-        value = vars(self.module).get(name, self)
-        return value is not self and not isinstance(value, contextvars.ContextVar | threading.local)
 
     def show(self) -> None:
         """Lead readers and writers outside the module to the values."""
