@@ -23,7 +23,7 @@ import torch.fx._symbolic_trace as symbolic_trace
 ORIGINALS = {"__call__": "_orig_module_call", "__getattr__": "_orig_module_getattr"}
 _FLEX_MODULE = "torch.nn.attention.flex_attention"
 _FLEX_FALLBACK = "flex_attention_performance"
-_WRAPPED_MARKS = ("_Patcher__fx_already_patched", "__fx_already_patched")  # torch sets it in a class, where the name is mangled
+WRAPPED_MARKS = ("_Patcher__fx_already_patched", "__fx_already_patched")  # torch sets it in a class, where the name is mangled
 _ABSENT = object()
 
 
@@ -123,7 +123,7 @@ def wrapped_places() -> list[tuple[dict[str, Any], str]]:
 
 def is_wrapped(function: Any) -> bool:
     """Whether `function` is a wrapper that torch.fx puts in the place of another while it traces."""
-    return any(hasattr(function, mark) for mark in _WRAPPED_MARKS)
+    return any(hasattr(function, mark) for mark in WRAPPED_MARKS)
 
 
 def _flag() -> tuple[bool | None, Literal["process", "thread"] | None]:

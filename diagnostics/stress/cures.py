@@ -90,7 +90,8 @@ class Stage:
         with contextlib.ExitStack() as stack:
             stack.enter_context(features.without_gpu_guard())
             if self.policy.isolate:
-                isolation = dflash.fx.isolate()  # type: ignore[attr-defined]  # checked by `missing`
+                isolate: Callable[[], Any] = dflash.fx.isolate
+                isolation = isolate()
                 if hasattr(isolation, "__enter__"):
                     stack.enter_context(isolation)
             yield

@@ -62,8 +62,7 @@ def guard(name: str) -> Guard:
 
 def around_process(name: str) -> Guard:
     """What is entered before anything is compiled."""
-    isolate = _isolate() if name == "isolate" else None
-    return isolate() if isolate is not None else contextlib.nullcontext()
+    return dflash.fx.isolated() if name == "isolate" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -106,5 +105,5 @@ def _in_turns(action: Action, turns: threading.Lock) -> Action:
     return Action(name=action.name, run=run, only_calls=action.only_calls)
 
 
-def _isolate() -> Callable[[], Guard] | None:
+def _isolate() -> Callable[[], None] | None:
     return getattr(dflash.fx, "isolate", None)

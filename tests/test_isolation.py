@@ -1,0 +1,488 @@
+"""Laws of thread-isolated tracing. Threads stop at park points; `isolated` replaced by nothing makes each of these fail."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, Self
+
+import pytest
+import torch
+import torch.fx._symbolic_trace as symbolic_trace
+from torch import Tensor, nn
+from torch._dynamo import convert_frame
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import dflash.fx
+from dflash.fx import code_swap, per_thread, seams
+from dflash.fx.isolation import IsolationError, is_isolated
+from dflash.fx.repair import repair
+from diagnostics import patch
+
+WAIT_SECONDS = 60
+X = torch.ones(2)
+STATES = [(module, name) for module, names in per_thread.STATE.items() for name in names]
+
+
+class Parked:
+    """A thread that runs `act(park)` and stops in it once, until the block ends."""
+
+    def __init__(self, act: Callable[[Callable[[], None]], object]) -> None:
+        self._here, self._go, self._act = threading.Event(), threading.Event(), act
+        self._thread = threading.Thread(target=self._run, name="parked")
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._here.wait(WAIT_SECONDS)
+        assert self.error is None, self.error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        self._go.set()
+        self._thread.join(WAIT_SECONDS)
+        assert not self._thread.is_alive()
+        assert self.error is None, self.error
+
+    def _park(self) -> None:
+        self._here.set()
+        assert self._go.wait(WAIT_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self.result = self._act(self._park)
+        except BaseException as error:  # noqa: BLE001 - raised in the test's own thread by `finish`
+            self.error = error
+        finally:
+            self._here.set()
+
+
+class Parks(nn.Module):
+    """A module whose trace stops in the middle."""
+
+    def __init__(self, park: Callable[[], None], inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.park, self.inner = park, inner
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.park()
+        return x * self.weight if self.inner is None else self.inner(x) * self.weight
+
+
+def traced(park: Callable[[], None], inner: nn.Module | None = None) -> torch.fx.Graph:
+    return torch.fx.Tracer().trace(Parks(park, inner))
+
+
+def made(park: Callable[[], None]) -> torch.fx.GraphModule:
+    def function(x: Tensor) -> Tensor:
+        park()
+        return x + 1
+
+    return make_fx(function)(X)
+
+
+def elsewhere(act: Callable[[], object]) -> Any:
+    """Run in another thread."""
+    with Parked(lambda park: (act(), park())[0]) as thread:
+        pass
+    return thread.result
+
+
+def targets(graph: torch.fx.Graph) -> list[str]:
+    return [f"{node.op} {node.name}" for node in graph.nodes]
+
+
+def snapshot() -> dict[str, Any]:
+    """Everything that isolation changes, as it is now."""
+    modules = [__import__(name, fromlist=["_"]) for name in per_thread.STATE]
+    functions = code_swap.functions_of([*modules, torch.autograd.graph, nn.modules.module])
+    found: dict[str, Any] = {
+        f"code of {function.__qualname__} {id(function)}": function.__code__
+        for function in functions
+        if function.__module__ != __name__
+    }
+    found |= {f"class {module.__name__}": type(module) for module in modules}
+    found |= {f"{module.__name__} names": set(vars(module)) for module in modules}
+    owners = [symbolic_trace._Patcher, symbolic_trace._PatchedFnSetItem, symbolic_trace._PatchedFnSetAttr, symbolic_trace.Tracer]
+    for owner in [*owners, nn.Module, symbolic_trace, math]:
+        found |= {f"{owner.__name__}.{name}": value for name, value in vars(owner).items() if callable(value)}
+    return found
+
+
+class _Kept(list[object]):
+    """Equal to any other."""
+
+    def __eq__(self, _other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    changed = [key for key in before if before[key] is not after.get(key, before[key]) and before[key] != after[key]]
+    assert changed == []
+    return all(type(before[key]) is not FunctionType or before[key] is after[key] for key in before if key in after)
+
+
+@pytest.fixture
+def isolation() -> Iterator[None]:
+    with dflash.fx.isolated():
+        yield
+
+
+@pytest.mark.usefixtures("isolation")
+@pytest.mark.parametrize("trace", [traced, made])
+def test_a_compiled_call_beside_a_trace_runs_compiled(trace: Callable[..., object]) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        return lambda *arguments: (graphs.append(1), graph.forward(*arguments))[1]
+
+    with Parked(trace):
+        compiled = torch.compile(lambda x: x * 3, backend=backend)
+        assert compiled(X).tolist() == [3, 3]
+    assert graphs == [1]
+
+
+@pytest.mark.skipif(seams.tracing_state().flag_scope == "thread", reason="this torch has a flag for each thread")
+def test_compiled_functions_made_before_follow() -> None:
+    compiled = torch.compile(lambda x: x * 5, backend="eager")
+    compiled(X)
+    with dflash.fx.isolated(), Parked(made):
+        assert compiled(X).tolist() == [5, 5]
+
+
+@pytest.mark.usefixtures("isolation")
+def test_a_module_call_beside_a_trace_is_not_traced() -> None:
+    shared = nn.Linear(2, 2)
+    with Parked(lambda park: traced(park, shared)) as tracing:
+        assert type(shared(X)) is Tensor
+        assert type(nn.Linear(2, 2)(X)) is Tensor
+        assert type(shared.weight) is nn.Parameter
+    expected = torch.fx.Tracer().trace(Parks(lambda: None, shared))
+    assert targets(tracing.result) == targets(expected)
+    assert "get_attr weight" in targets(expected)
+
+
+@pytest.mark.usefixtures("isolation")
+def test_traces_of_two_threads_record_what_they_would_alone() -> None:
+    alone = targets(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).graph)
+    with Parked(traced) as first:
+        assert targets(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).graph) == alone
+        assert "add" in make_fx(lambda x: x + 1)(X).code
+    assert targets(first.result) == targets(traced(lambda: None))
+
+
+@pytest.mark.usefixtures("isolation")
+@pytest.mark.parametrize("trace", [traced, made])
+def test_traces_that_end_in_the_order_in_which_they_began_leave_nothing(trace: Callable[..., object]) -> None:
+    first, second = Parked(trace), Parked(trace)
+    with second:
+        pass
+    second = Parked(trace)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(first)
+        stack.enter_context(second)
+        first.finish()
+        assert nn.Module.__call__ is not symbolic_trace._orig_module_call  # one still traces
+    assert seams.leaks(seams.tracing_state()) == []
+    assert nn.Module.__call__ is symbolic_trace._orig_module_call
+
+
+@pytest.mark.usefixtures("isolation")
+def test_a_module_compiled_beside_a_trace_stays_compiled() -> None:
+    runs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        return lambda *arguments: (runs.append(1), graph.forward(*arguments))[1]
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with Parked(traced):
+        compiled = torch.compile(module, backend=backend)
+        compiled(X)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(X)
+    assert runs == [1, 1]
+
+
+@pytest.mark.usefixtures("isolation")
+@pytest.mark.parametrize(("module_name", "name"), STATES)
+def test_what_a_thread_sets_no_other_sees(module_name: str, name: str) -> None:
+    module = __import__(module_name, fromlist=["_"])
+    if not isinstance(vars(type(module)).get(name), property):
+        pytest.skip(f"this torch has no {name} for the process")
+    before, mark = getattr(module, name), object()
+
+    def change(park: Callable[[], None]) -> object:
+        setattr(module, name, mark)
+        park()
+        return getattr(module, name)
+
+    with Parked(change) as changing:
+        assert getattr(module, name) is before
+    assert changing.result is mark
+
+
+@pytest.mark.usefixtures("isolation")
+def test_only_the_thread_that_compiles_is_compiling() -> None:
+    def compiles(park: Callable[[], None]) -> bool:
+        torch.compiler._is_compiling_flag = True
+        park()
+        return torch.compiler.is_compiling()
+
+    with Parked(compiles) as compiling:
+        assert not torch.compiler.is_compiling()
+    assert compiling.result
+
+
+@pytest.mark.usefixtures("isolation")
+def test_annotations_stay_in_their_thread() -> None:
+    def annotates(park: Callable[[], None]) -> None:
+        with torch.fx.traceback.annotate({"mine": 1}):
+            park()
+
+    with Parked(annotates):
+        assert "custom" not in torch.fx.traceback.get_current_meta()
+
+
+@pytest.mark.usefixtures("isolation")
+def test_a_tracer_made_beside_a_trace_knows_wrapped_functions() -> None:
+    with Parked(traced):
+        assert seams.is_wrapped(math.sqrt)
+        assert math.sqrt(4) == 2
+        tracer = torch.fx.Tracer()
+    assert not seams.is_wrapped(math.sqrt)
+    graph = tracer.trace(lambda x: math.sqrt(x))  # noqa: PLW0108 - a builtin cannot be traced
+    (node,) = [node for node in graph.nodes if node.op == "call_function"]
+    assert node.target is math.sqrt
+
+
+@pytest.mark.usefixtures("isolation")
+def test_functions_stay_wrapped_until_the_last_trace_ends() -> None:
+    original = math.sqrt
+
+    def root(park: Callable[[], None]) -> torch.fx.Graph:
+        def function(x: Any) -> Any:
+            park()
+            return math.sqrt(x)
+
+        return torch.fx.Tracer().trace(function)
+
+    with Parked(root) as first:
+        second = Parked(root)
+        second.__enter__()
+        second.finish()
+        first.finish()
+    assert [node.target for node in first.result.nodes if node.op == "call_function"] == [original]
+    assert math.sqrt is original
+
+
+@pytest.mark.usefixtures("isolation")
+def test_a_function_bound_anew_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patching:
+        with Parked(traced):
+            patching.setattr(math, "sqrt", len)
+        assert math.sqrt is len
+        patching.undo()
+        vars(math)["sqrt"] = vars(math)["sqrt"].__wrapped__
+    assert not seams.is_wrapped(math.sqrt)
+
+
+class Looks(torch.autograd.Function):
+    """Says in its backward whether autograd may use threads."""
+
+    seen: list[bool] = []  # noqa: RUF012 - read by one test
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        Looks.seen.append(torch._C._is_multithreading_enabled())
+        return gradient
+
+
+@pytest.mark.usefixtures("isolation")
+def test_backward_under_the_compile_lock_or_in_a_trace_stays_in_its_thread() -> None:
+    def backward() -> None:
+        x = torch.ones(2, requires_grad=True)
+        Looks.apply(x).sum().backward()
+
+    Looks.seen.clear()
+    backward()
+    with convert_frame.compile_lock:
+        backward()
+    torch.fx.Tracer().trace(Parks(backward))
+    backward()
+    assert Looks.seen == [True, False, False, True]
+
+
+def test_a_block_leaves_everything_as_it_was() -> None:
+    dflash.fx.isolated  # noqa: B018 - imports what it needs
+    with dflash.fx.isolated():
+        pass
+    before = snapshot()
+    with dflash.fx.isolated():
+        torch.fx.symbolic_trace(Parks(lambda: None))
+        during = snapshot()
+    assert any(before[key] is not during.get(key) for key in before)
+    assert same(before, snapshot())
+
+
+def test_blocks_nest() -> None:
+    with dflash.fx.isolated():
+        with dflash.fx.isolated():
+            assert is_isolated()
+        assert is_isolated()
+    assert not is_isolated()
+
+
+def refuses(why: str) -> None:
+    before = snapshot()
+    with pytest.raises(IsolationError, match=why), dflash.fx.isolated():
+        pass
+    assert not is_isolated()
+    assert same(before, snapshot())
+
+
+def test_it_is_refused_while_a_thread_traces() -> None:
+    with Parked(traced):
+        refuses("thread parked traces: isolate before")
+
+
+def test_it_is_refused_while_a_thread_compiles() -> None:
+    def compiles(park: Callable[[], None]) -> None:
+        with convert_frame.compile_lock:
+            park()
+
+    with Parked(compiles):
+        refuses("a thread compiles")
+
+
+def test_it_is_refused_where_a_trace_has_leaked_until_that_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symbolic_trace, "CURRENT_PATCHER", symbolic_trace._Patcher())
+    refuses("repair")
+    repair()
+    with dflash.fx.isolated():
+        assert is_isolated()
+
+
+@pytest.mark.parametrize("name", ["_Patcher", "_PatchedFnSetItem", "CURRENT_PATCHER"])
+def test_it_is_refused_on_unknown_internals(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = is_isolated()
+    with monkeypatch.context() as patching:
+        patching.delattr(symbolic_trace, name)
+        with pytest.raises(IsolationError), dflash.fx.isolated():
+            pass
+        assert is_isolated() is before is False
+
+
+def test_an_error_in_the_middle_rolls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_self: object) -> None:
+        raise ValueError("in the middle")
+
+    before = snapshot()
+    monkeypatch.setattr("dflash.fx.backward.Backward.install", fails)
+    with pytest.raises(ValueError, match="in the middle"), dflash.fx.isolated():
+        pass
+    assert not is_isolated()
+    assert same(before, snapshot())
+
+
+def test_a_block_that_ends_beside_a_trace_says_so_and_stays_on() -> None:
+    with contextlib.ExitStack() as stack:
+        with pytest.raises(IsolationError, match="the isolation stays on"), dflash.fx.isolated():
+            stack.enter_context(Parked(traced))
+        assert is_isolated()
+    with dflash.fx.isolated():
+        pass
+    assert not is_isolated()
+
+
+@pytest.mark.usefixtures("isolation")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_is_rid_of_what_others_patched() -> None:
+    with Parked(traced), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside threads
+        child = os.fork()
+        if child == 0:
+            clean = nn.Module.__call__ is symbolic_trace._orig_module_call and not seams.is_wrapped(math.sqrt)
+            torch.fx.symbolic_trace(Parks(lambda: None))
+            os._exit(0 if clean and not seams.leaks(seams.tracing_state()) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.usefixtures("isolation")
+def test_a_graph_module_survives_pickling_beside_a_trace() -> None:
+    graph_module = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
+    with Parked(traced):
+        assert pickle.loads(pickle.dumps(graph_module))(X).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("probe_first", [True, False])
+@pytest.mark.parametrize("probe_ends_first", [True, False])
+def test_probes_and_isolation_come_and_go_in_any_order(*, probe_first: bool, probe_ends_first: bool) -> None:
+    before = snapshot()
+    calls: list[str] = []
+    probes, isolation = contextlib.ExitStack(), contextlib.ExitStack()
+
+    def attach() -> None:
+        for point in (patch.TRACE, patch.FLAG_CHECK):
+            probes.enter_context(point.subscribed(lambda _a, _k, name=str(point): calls.append(name), calls.append))
+
+    def works() -> None:
+        with Parked(made):
+            assert torch.compile(lambda x: x * 3, backend="eager")(X).tolist() == [3, 3]
+            assert type(nn.Linear(2, 2)(X)) is Tensor
+
+    begin = [attach, lambda: isolation.enter_context(dflash.fx.isolated())]
+    for start in begin if probe_first else reversed(begin):
+        start()
+    works()
+    assert any("Tracer.trace" in call for call in calls)
+    if probe_ends_first:
+        probes.close()
+        works()
+        isolation.close()
+    else:
+        isolation.close()
+        calls.clear()
+        torch.fx.symbolic_trace(nn.ReLU())
+        assert any("Tracer.trace" in call for call in calls)
+        probes.close()
+    assert same(before, snapshot())
+
+
+@pytest.mark.usefixtures("isolation")
+def test_repair_finds_nothing_to_do_under_isolation() -> None:
+    with Parked(made):
+        pass
+    assert repair() == []
+
+
+def test_the_self_check_sees_every_race_without_isolation_and_its_cure_with_it() -> None:
+    without = dflash.fx.self_check()
+    assert seams.leaks(seams.tracing_state()) == []
+    assert set(without.values()) <= {"not cured", "not needed"}
+    assert without["F3, F4: module calls beside a trace"] == "not cured"
+    with dflash.fx.isolated():
+        assert dflash.fx.self_check() == {race: state.replace("not cured", "cured") for race, state in without.items()}
+
+
+def test_the_self_check_is_refused_beside_a_trace() -> None:
+    with Parked(traced), pytest.raises(IsolationError, match="thread parked traces"):
+        dflash.fx.self_check()
