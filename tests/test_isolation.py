@@ -269,6 +269,18 @@ def test_a_tracer_made_beside_a_trace_knows_wrapped_functions() -> None:
 
 
 @pytest.mark.usefixtures("isolation")
+def test_a_wrapper_that_another_trace_takes_away_is_still_known_by_its_original() -> None:
+    with Parked(traced):
+        wrapper = math.sqrt
+    assert wrapper is not math.sqrt
+    tracer, patcher = torch.fx.Tracer(), symbolic_trace._Patcher()
+    scope = {"sqrt": wrapper}  # a copy of another module's globals, made before
+    symbolic_trace._autowrap_check(patcher, scope, tracer._autowrap_function_ids)
+    assert len(patcher.patches_made) == 1
+    patcher.revert_all_patches()
+
+
+@pytest.mark.usefixtures("isolation")
 def test_functions_stay_wrapped_until_the_last_trace_ends() -> None:
     original = math.sqrt
 

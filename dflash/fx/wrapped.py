@@ -14,6 +14,7 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch.fx._symbolic_trace as symbolic_trace
@@ -23,6 +24,7 @@ from dflash.fx import seams
 
 _ABSENT = object()
 _MARK = seams.WRAPPED_MARKS[0]
+_OURS = "_dflash_shared_wrapper"
 
 
 @dataclass(kw_only=True)
@@ -70,8 +72,8 @@ def drop(scope: dict[str, Any], name: str) -> None:
 
 
 def bare(function: Any) -> Any:
-    """The original of a shared wrapper; anything else as it is."""
-    return _originals.get(id(function), function)
+    """The original of a shared wrapper, in place or taken away meanwhile; anything else as it is."""
+    return vars(function)["__wrapped__"] if type(function) is FunctionType and _OURS in vars(function) else function
 
 
 def bare_ids(ids: set[int]) -> set[int]:
@@ -89,8 +91,8 @@ def after_fork() -> None:
 
 
 def _wrap(scope: dict[str, Any], name: str, users: dict[int, int]) -> _Place:
-    before = scope.get(name, _ABSENT)
-    function = getattr(builtins, name) if before is _ABSENT else bare(before)
+    before = bare(scope.get(name, _ABSENT))  # a module that was imported beside a trace may have a wrapper for its own
+    function = getattr(builtins, name) if before is _ABSENT else before
     wrapper = _shared_wrapper(function)
     scope[name] = wrapper
     _originals[id(wrapper)] = function
@@ -117,4 +119,5 @@ def _shared_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs) if is_dynamo_compiling() else for_proxies(*args, **kwargs)
 
     setattr(wrapped, _MARK, True)
+    setattr(wrapped, _OURS, True)
     return wrapped
