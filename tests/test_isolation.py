@@ -177,23 +177,18 @@ def test_a_module_call_beside_a_trace_is_not_traced() -> None:
 
 @pytest.mark.usefixtures("isolation")
 def test_traces_of_two_threads_record_what_they_would_alone() -> None:
-    alone = targets(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).graph)
-    with Parked(traced) as first:
-        assert targets(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).graph) == alone
+    inner = nn.Linear(2, 2)
+    alone = targets(traced(lambda: None, inner))
+    with Parked(lambda park: traced(park, inner)) as first, Parked(lambda park: traced(park, inner)) as second:
         assert "add" in make_fx(lambda x: x + 1)(X).code
-    assert targets(first.result) == targets(traced(lambda: None))
+        first.finish()
+    assert targets(first.result) == targets(second.result) == alone
 
 
 @pytest.mark.usefixtures("isolation")
 @pytest.mark.parametrize("trace", [traced, made])
 def test_traces_that_end_in_the_order_in_which_they_began_leave_nothing(trace: Callable[..., object]) -> None:
-    first, second = Parked(trace), Parked(trace)
-    with second:
-        pass
-    second = Parked(trace)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(first)
-        stack.enter_context(second)
+    with Parked(trace) as first, Parked(trace):
         first.finish()
         assert nn.Module.__call__ is not symbolic_trace._orig_module_call  # one still traces
     assert seams.leaks(seams.tracing_state()) == []
@@ -291,12 +286,10 @@ def test_functions_stay_wrapped_until_the_last_trace_ends() -> None:
 
         return torch.fx.Tracer().trace(function)
 
-    with Parked(root) as first:
-        second = Parked(root)
-        second.__enter__()
-        second.finish()
+    with Parked(root) as first, Parked(root) as second:
         first.finish()
-    assert [node.target for node in first.result.nodes if node.op == "call_function"] == [original]
+    for graph in (first.result, second.result):
+        assert [node.target for node in graph.nodes if node.op == "call_function"] == [original]
     assert math.sqrt is original
 
 
@@ -482,8 +475,8 @@ def test_probes_and_isolation_come_and_go_in_any_order(*, probe_first: bool, pro
 
 @pytest.mark.usefixtures("isolation")
 def test_repair_finds_nothing_to_do_under_isolation() -> None:
-    with Parked(made):
-        pass
+    with Parked(made) as first, Parked(made):
+        first.finish()
     assert repair() == []
 
 

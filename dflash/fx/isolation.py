@@ -41,7 +41,7 @@ from dflash.fx.code_swap import UnknownInternals
 from dflash.fx.patches import Patches
 from dflash.fx.per_thread import PerThread
 
-_LONG_SECONDS = 1000.0  # a switch interval within which no other thread gets its turn
+_LONG_SECONDS = 1.0  # a switch interval longer than an installation; a thread that gets its turn all the same keeps it so long
 
 
 class IsolationError(RuntimeError):
@@ -141,7 +141,7 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """No other thread runs Python inside the block, and none compiles."""
+    """No other thread gets its turn by force inside the block, and none compiles; `install` looks once more when it is done."""
     compile_lock = convert_frame.compile_lock
     if compile_lock._is_owned() or not compile_lock.acquire(blocking=False):  # type: ignore[attr-defined]
         raise IsolationError("a thread compiles: isolate before any thread traces or compiles, and leave it when none does")
