@@ -17,7 +17,12 @@ where an earlier overlap has left its state behind, nothing is installed and the
 
 What stays process-wide: the random state, the default dtype and backend flags that a compile or export saves and restores;
 a module that another thread exports (its parameters are FakeTensors meanwhile); recompile limits; the compile lock, so first
-compiles take turns; Triton's autotuner and CUDA-graph trees. Overlapping exports are not supported.
+compiles take turns; Triton's autotuner and CUDA-graph trees. Overlapping exports leave nothing of the above behind, but they
+restore backend flags out of order: let exports take turns. Sub-interpreters are not detected.
+
+Cost, as a ratio to none on two virtual cores with torch 2.13.0 (nothing traces / another thread is inside a trace): module call
+0.98 / 1.40, Linear 1.02 / 1.09, compiled call 0.99 / 1.21, `is_compiling()` 1.67 / 1.33, backward 1.04; make_fx itself 1.06.
+Installing takes about a quarter of a second, and about a second the first time in a process, after Dynamo is imported.
 """
 
 from __future__ import annotations

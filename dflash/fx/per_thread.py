@@ -51,13 +51,22 @@ def is_shared(module: ModuleType, name: str) -> bool:
     return value is not absent and not isinstance(value, contextvars.ContextVar | threading.local)
 
 
+def left_alone(module_name: str) -> bool:
+    """Whether a module's class must stay as it is, and its values shared with it.
+
+    Up to torch 2.12 Dynamo cannot import from a module of another class, and code that it traces imports from torch.compiler
+    (vmap does, and flex_attention by it). Only exports set the flags there on these releases, so F11 is not lost.
+    """
+    return module_name == "torch.compiler" and not hasattr(importlib.import_module(module_name), "_compile_session_context")
+
+
 class ModuleState:
     """The per-thread values of one module, not yet installed."""
 
     def __init__(self, name: str, names: Sequence[str]) -> None:
         """Raises UnknownInternals on a module that is not as expected; changes nothing."""
         self.module: ModuleType = importlib.import_module(name)
-        self.names = tuple(entry for entry in names if is_shared(self.module, entry))
+        self.names = () if left_alone(name) else tuple(entry for entry in names if is_shared(self.module, entry))
         self._class = type(self.module)
         self.values = _thread_values({entry: vars(self.module)[entry] for entry in self.names})
         self.code = code_swap.compiled_with(self.module, self.names, self.values) if self.names else {}
