@@ -158,6 +158,13 @@ CATALOGUE = {
         "After the warm-up call under torch.compiler.set_stance('fail_on_recompile'), which switches this check off and still "
         "refuses to run uncompiled; or compile without fullgraph=True.",
     ),
+    "F20": Failure(
+        "KeyError: 'custom' while two threads made block masks",
+        "From torch 2.13 create_block_mask and BlockMask.from_kv_blocks work under an annotation of torch.fx.traceback, which is "
+        "one for the process: the thread that ends second finds it deleted.",
+        "Make block masks in one thread at a time (a lock around the call is enough), or once, before the threads start; "
+        "dflash.fx.isolate() keeps annotations per thread.",
+    ),
     "stance": Failure(
         "compiled functions were told to run uncompiled",
         "torch.compiler.set_stance is one for the process: every thread's compiled functions follow it while it holds.",

@@ -9,6 +9,7 @@ goes to scaled_dot_product_attention: the way on CPUs and in decoding.
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -22,6 +23,8 @@ from dflash.config import ConfigError
 from dflash.modeling.masks import BlockLayout, dense_mask, flex_mask
 
 Mask = Tensor | BlockMask | None
+# From torch 2.13 a BlockMask is made under an annotation that is one for the process: two threads delete it twice, a KeyError.
+_one_flex_mask_at_a_time = threading.Lock()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -52,7 +55,8 @@ def build_mask(layout: BlockLayout, backend: Literal["flex", "sdpa"], device: to
         raise ConfigError(
             "drafter.attention is flex, but torch cannot train flex_attention on a CPU: use --drafter.attention sdpa"
         )
-    return flex_mask(layout.to(device))
+    with _one_flex_mask_at_a_time:
+        return flex_mask(layout.to(device))
 
 
 def decoding_kernels() -> AbstractContextManager[None]:

@@ -29,6 +29,7 @@ import dflash.fx
 from diagnostics.stress.workload import Action, Guard
 
 _MOVE_TO_FRONT = "_set_lru_cache"
+_IN_TURNS = {"prewarm": "block mask", "isolate": "export"}  # F20, F15: what these policies alone do not protect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +92,8 @@ def allowed(name: str, actions: list[Action]) -> list[Action]:
     """The actions that threads get under a policy."""
     if POLICIES[name].only_calls:
         actions = [action for action in actions if action.only_calls]
-    if name != "isolate":
-        return actions
     turns = threading.Lock()
-    return [_in_turns(action, turns) if action.name == "export" else action for action in actions]
+    return [_in_turns(action, turns) if action.name == _IN_TURNS.get(name) else action for action in actions]
 
 
 def _in_turns(action: Action, turns: threading.Lock) -> Action:
