@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diagnostics.output import say
 from diagnostics.records import Observation
 
 # The program may replace them, or take them away while the interpreter ends.
@@ -28,6 +29,7 @@ class Journal:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
+        self._complained = False
         self.restart()
 
     def restart(self) -> None:
@@ -60,12 +62,20 @@ class Journal:
         line = (_dumps({kind: value}) + "\n").encode()
         try:
             file = _open(self._path, _FLAGS, 0o600)
-        except OSError:
+            try:
+                _write(file, line)
+            finally:
+                _close(file)
+        except FileNotFoundError:
             return  # fxprobe has ended before its descendant and removed the directory; nobody will read it
-        try:
-            _write(file, line)
-        finally:
-            _close(file)
+        except OSError as error:
+            self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        """Once: what is lost must be known, and the program must go on."""
+        if not self._complained:
+            self._complained = True
+            say(f"fxprobe: what process {os.getpid()} sees is lost from here: {error}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +101,8 @@ class ProcessRecord:
 
 
 def read_journals(directory: Path) -> tuple[ProcessRecord, ...]:
-    """All processes, in the order of their start. A line that was cut by a crash is left out."""
-    files = sorted(directory.glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
-    records = [record for path in files if (record := _read(path)) is not None]
+    """All processes, those without a parent among them first. A line that was cut by a crash is left out."""
+    records = [record for path in directory.glob("*.jsonl") if (record := _read(path)) is not None]
     known = {record.pid for record in records}
     return tuple(sorted(records, key=lambda record: (record.parent_pid in known, record.pid)))
 

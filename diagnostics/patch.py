@@ -225,7 +225,7 @@ def _check(original: Callable[[], Any], every: list[None], sample: Callable[[], 
 class Hook(Point):
     """A function that Python looks up by name each time it needs it."""
 
-    _hook: Callable[..., Any] | None = None
+    _hook: Any = None
 
     def _install(self) -> None:
         owner, attribute = self._owner()
@@ -284,9 +284,6 @@ class _WatchedLock:
 
     def __exit__(self, *_exception: object) -> None:
         self.release()
-
-    def __call__(self) -> None:
-        raise TypeError("a lock is not callable")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lock, name)

@@ -23,12 +23,12 @@ from pathlib import Path
 
 import psutil
 
+from diagnostics import signals
 from diagnostics.findings import conclude
 from diagnostics.hang_watch import HangWatch
 from diagnostics.journal import ProcessRecord, read_journals
 from diagnostics.output import say
 from diagnostics.records import Finding
-from diagnostics.signals import passed_on
 
 _POLL_SECONDS = 0.2
 _UNSEEN_AFTER_SECONDS = 2.0  # a Python process of this age without a journal is not watched
@@ -106,28 +106,19 @@ def _check_names(directory: Path) -> None:
 
 def _run(command: list[str], watcher: _Watcher) -> Outcome:
     started = time.monotonic()
-    early: list[int] = []  # signals that come before the program has been started
-    program: subprocess.Popen[bytes] | None = None
-
-    def send(number: int) -> None:
-        if program is None:
-            early.append(number)
-        else:
-            program.send_signal(number)
-
-    with passed_on(send):
+    with signals.collected() as arrived:
         try:
             program = subprocess.Popen(command, env=_environment(watcher.directory))
         except OSError as error:
             raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
-        for number in early:
-            program.send_signal(number)
         while True:
             try:
                 code = program.wait(_POLL_SECONDS)
                 break
             except subprocess.TimeoutExpired:
                 watcher.look(program.pid)
+                for number in arrived():
+                    program.send_signal(number)
     return watcher.outcome(code, seconds=time.monotonic() - started)
 
 

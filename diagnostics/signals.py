@@ -2,6 +2,7 @@
 
 A signal that is sent to the process group, by Ctrl-C or a supervisor, reaches the program without our help; one that is sent to
 fxprobe alone does not. They are told apart by a sentinel: an idle process in the same group, which dies of the first kind only.
+Limit: two different signals to the group within the time that a new sentinel takes to start (milliseconds).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -18,17 +20,21 @@ _DEATH_SECONDS = 0.2
 
 
 @contextlib.contextmanager
-def passed_on(send: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block, call `send` with each signal that the process group did not get."""
-    sentinel = _Sentinel()
+def collected() -> Iterator[Callable[[], list[int]]]:
+    """Inside the block signals wait; what is yielded returns, in their order, those that the process group did not get."""
+    arrived: deque[int] = deque()
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if not sentinel.died():
-            send(number)
+        arrived.append(number)
 
+    def ours_alone() -> list[int]:
+        taken = [arrived.popleft() for _ in range(len(arrived))]
+        return [number for number in taken if not sentinel.died_of(number)]
+
+    sentinel = _Sentinel()
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
-        yield
+        yield ours_alone
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -36,38 +42,40 @@ def passed_on(send: Callable[[int], None]) -> Iterator[None]:
 
 
 class _Sentinel:
-    """A forked process that waits for a signal with its default effect."""
+    """A forked process that waits for a signal with its default effect, or for the end of this process."""
 
     def __init__(self) -> None:
-        self._pid = self._start()
+        self._start()
 
-    def died(self) -> bool:
-        """Whether the signal that has just arrived has reached the group; a new sentinel then stands in for the dead one."""
+    def died_of(self, number: int) -> bool:
+        """Whether signal `number` has reached the group; a new sentinel then stands in for the dead one."""
         until = time.monotonic() + _DEATH_SECONDS
         while time.monotonic() < until:
-            if os.waitpid(self._pid, os.WNOHANG)[0]:
-                self._pid = self._start()
-                return True
-            time.sleep(0.01)
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                os.close(self._alive)
+                self._start()
+                return os.WIFSIGNALED(status) and os.WTERMSIG(status) == number
+            time.sleep(0.01)  # waitpid knows no time limit
         return False
 
     def close(self) -> None:
-        """End it."""
-        os.kill(self._pid, signal.SIGKILL)
+        """End it: its pipe closes."""
+        os.close(self._alive)
         os.waitpid(self._pid, 0)
 
-    @staticmethod
-    def _start() -> int:
+    def _start(self) -> None:
+        reader, self._alive = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            pid = os.fork()
-            if pid:
-                return pid
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
+            self._pid = os.fork()
+            if self._pid == 0:
+                for number in SIGNALS:
+                    signal.signal(number, signal.SIG_DFL)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        parent = os.getppid()
-        while os.getppid() == parent:  # fxprobe may be killed
-            time.sleep(1)
-        os._exit(0)
+        if self._pid == 0:
+            os.close(self._alive)
+            os.read(reader, 1)  # returns when this process has ended or closed the pipe
+            os._exit(0)
+        os.close(reader)

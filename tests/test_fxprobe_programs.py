@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from diagnostics import fxprobe, session
+from diagnostics import fxprobe, journal, session
 
 ROOT = Path(__file__).parent.parent
 SETTINGS_ARE_PER_THREAD = hasattr(torch._dynamo.config, "_hash_dirty_var")
@@ -152,18 +151,41 @@ def test_a_program_without_torch_was_not_observed(run: Run) -> None:
     assert "no process of the program imported torch" in run.stderr
 
 
-def test_a_child_that_cannot_be_watched_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_cannot_be_watched_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, look = tmp_path / "seen", session._Watcher.look
+    os.mkfifo(seen)
+
+    def looks(watcher: session._Watcher, pid: int) -> None:
+        look(watcher, pid)
+        if seen.exists() and any(command.startswith("-E") for command in watcher._python.values()):
+            seen.write_text("")  # opens the program's read
+            seen.unlink()
+
+    monkeypatch.setattr(session._Watcher, "look", looks)
     monkeypatch.setattr(session, "_UNSEEN_AFTER_SECONDS", 0.0)
     code = run(
-        """
-        import subprocess, sys, time, torch
+        f"""
+        import subprocess, sys, torch
         child = subprocess.Popen([sys.executable, "-E", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-        time.sleep(1)  # fxprobe looks at the processes a few times a second
+        open({str(seen)!r}).read()
         child.communicate()
         """
     )
     assert code == 3
     assert "a Python process without our environment: -E -c" in run.stderr
+
+
+def test_a_journal_that_cannot_be_written_is_said_once_and_the_program_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_file: int, _data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal, "_write", full)
+    lost = journal.Journal(str(tmp_path))
+    lost.torch("2.13.0")
+    lost.end()
+    assert capfd.readouterr().err.count("is lost from here: [Errno 28] No space left on device") == 1
 
 
 def test_the_environments_own_sitecustomize_runs_and_its_absence_is_no_error(run: Run, tmp_path: Path) -> None:
@@ -441,7 +463,7 @@ def test_a_compiled_module_of_torch_is_told_by_its_class_and_the_program_s_line(
 
 
 def test_a_closed_standard_error_ends_nothing(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(f"import time, torch; {TRACE}; time.sleep(1); print('done')")
+    (tmp_path / "program.py").write_text(f"import torch; {TRACE}; print('done')")
     command = f"{sys.executable} -m diagnostics.fxprobe --progress 0.2 --json {tmp_path}/r.json -- {tmp_path}/program.py 2>&-"
     done = subprocess.run(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n")
@@ -452,7 +474,8 @@ def test_a_closed_standard_error_ends_nothing(tmp_path: Path) -> None:
 def test_a_signal_reaches_the_program_once(tmp_path: Path, to_group: bool) -> None:
     (tmp_path / "program.py").write_text(
         "import signal, sys\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: print('signal', flush=True))\n"
+        "for number in (signal.SIGUSR1, signal.SIGUSR2):\n"
+        "    signal.signal(number, lambda number, _: print(signal.Signals(number).name, flush=True))\n"
         "print('ready', flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -470,8 +493,9 @@ def test_a_signal_reaches_the_program_once(tmp_path: Path, to_group: bool) -> No
         assert probe.stdout is not None
         assert probe.stdout.readline() == "ready\n"
         (os.killpg if to_group else os.kill)(probe.pid, signal.SIGUSR1)
-        assert probe.stdout.readline() == "signal\n"
-        time.sleep(1)  # a second one would come by now
+        assert probe.stdout.readline() == "SIGUSR1\n"
+        os.kill(probe.pid, signal.SIGUSR2)  # passed on after everything that came before it
+        assert probe.stdout.readline() == "SIGUSR2\n"
         rest, _ = probe.communicate()
     assert (rest, probe.returncode) == ("", 3)
 
