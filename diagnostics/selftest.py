@@ -2,7 +2,7 @@
 
 Each recipe (diagnostics/stress/scenarios.py) runs in a process of its own, unprotected and then under each policy that may
 help. The matrix says what happened, what cannot happen here and why, what was not tried and why, and which policies cured.
-Isolation is tried where `dflash.fx.isolate` exists; until then its column says "not in this version".
+Isolation (`dflash.fx.isolated`) is one of them, with a column of its own.
 
 Exit codes: 0 everything as the catalogue says about a torch with these features, 1 something deviates (it is listed),
 2 bad usage, 3 something could not be tried. This module imports no torch; the processes do.

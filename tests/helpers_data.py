@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash.batch import Example
+from dflash.config import PrepareConfig, TargetConfig
 
 SPECIAL = ("<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<mask>")
 
@@ -104,3 +105,16 @@ def random_examples(count: int, *, seed: int = 0, longest: int = 60, vocab_size:
             )
         )
     return examples
+
+
+def prepare_config(directory: Path, target: Path, rows: list[Any] | str, **changes: Any) -> PrepareConfig:
+    """The configuration that prepares `directory`/data from rows of prompts, or from the source that `rows` names."""
+    prompts = rows if isinstance(rows, str) else str(write_jsonl(directory / "prompts.jsonl", rows))
+    values: dict[str, Any] = {
+        "prompts": prompts,
+        "output": directory / "data",
+        "target": TargetConfig(path=str(target), dtype="float32"),
+        "max_new_tokens": 12,
+        "heldout_fraction": 0.0,
+    }
+    return PrepareConfig(**{**values, **changes})

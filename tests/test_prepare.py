@@ -1,10 +1,10 @@
-"""Laws of preparing data: prompts are answered by the target, whatever happens to batches, disks and processes."""
+"""Laws of preparing data: prompts are answered by the target, whatever their source and their form."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,16 @@ from helpers_data import (
     THINKING,
     WITHOUT_GENERATION,
     byte_tokenizer,
+    prepare_config,
     saved_target,
     tiny_target,
     write_jsonl,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from rich.console import Console
-from scipy import stats
 
-from dflash.config import ConfigError, PrepareConfig, TargetConfig
-from dflash.data import chat, generate, journal, prepare, progress
+from dflash.config import ConfigError, TargetConfig
+from dflash.data import chat, prepare
 from dflash.data.examples import DataError, load_examples, load_meta
-from dflash.data.generate import Question, Sampling, answer, in_batches
-from dflash.modeling.target import load_target
+from dflash.data.generate import Question, Sampling, answer
 from fixtures import tiny_target as trained
 
 TOKENIZER = byte_tokenizer()
@@ -53,19 +49,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def configure(tmp_path: Path, target: Path) -> Any:
     """A function that makes the configuration for some rows of prompts."""
-
-    def make(rows: list[Any] | str, **changes: Any) -> PrepareConfig:
-        prompts = rows if isinstance(rows, str) else str(write_jsonl(tmp_path / "prompts.jsonl", rows))
-        values: dict[str, Any] = {
-            "prompts": prompts,
-            "output": tmp_path / "data",
-            "target": TargetConfig(path=str(target), dtype="float32"),
-            "max_new_tokens": 12,
-            "heldout_fraction": 0.0,
-        }
-        return PrepareConfig(**{**values, **changes})
-
-    return make
+    return functools.partial(prepare_config, tmp_path, target)
 
 
 def questions(*lengths: int, seed: int = 0) -> list[Question]:
@@ -82,114 +66,6 @@ def frequent_end(model: Any, asked: list[Question]) -> set[int]:
         if None in at and len(set(found)) > 1:
             return {token}
     raise AssertionError("the random target gives every prompt the same answer")
-
-
-def test_greedy_answers_are_those_of_generate(model: Any) -> None:
-    asked = questions(5, 17, 1, 30, 9, 22)
-    ends = frequent_end(model, asked)
-    got = answer(model, asked, Sampling(max_new_tokens=16, end_token_ids=ends))
-    assert len({len(tokens) for tokens in got}) > 2
-    for question, tokens in zip(asked, got, strict=True):
-        ids = torch.tensor([question.ids])
-        reference = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=16,
-            eos_token_id=sorted(ends),
-            pad_token_id=0,
-        )
-        assert tokens == reference[0, ids.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3", "qwen3_moe", "qwen3_5"])
-def test_greedy_answers_do_not_depend_on_the_batch_for_any_kind_of_target(name: str) -> None:
-    model, _ = load_target(TargetConfig(path=f"random:{name}", dtype="float32"), device="cpu")
-    asked = questions(3, 19, 11, 7)
-    ends = {t for tokens in answer(model, asked[:2], Sampling(max_new_tokens=5, end_token_ids=set())) for t in tokens[4:]}
-    sampling = Sampling(max_new_tokens=10, end_token_ids=ends)
-    together = answer(model, asked, sampling)
-    assert together == [answer(model, [question], sampling)[0] for question in asked]
-    assert len({len(tokens) for tokens in together}) > 1
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.integers(1, 24), min_size=1, max_size=6), st.sampled_from([0.0, 1.0]), st.randoms())
-def test_an_answer_depends_on_nothing_but_its_prompt_and_key(lengths: list[int], temperature: float, random: Any) -> None:
-    model = tiny_target()
-    asked = questions(*lengths)
-    sampling = Sampling(max_new_tokens=6, end_token_ids={7}, temperature=temperature, seed=3)
-    alone = {question.sample_id: answer(model, [question], sampling)[0] for question in asked}
-    random.shuffle(asked)
-    assert dict(zip((q.sample_id for q in asked), answer(model, asked, sampling), strict=True)) == alone
-
-
-def test_every_prompt_begins_at_position_0_behind_its_padding() -> None:
-    model = tiny_target()
-    calls: list[dict[str, Any]] = []
-    model.register_forward_pre_hook(lambda _module, _args, kwargs: calls.append(kwargs), with_kwargs=True)
-    asked = questions(3, 5, 4)
-    answer(model, asked, Sampling(max_new_tokens=3, end_token_ids=set()))
-    assert calls[0]["attention_mask"].tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]
-    assert calls[0]["position_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
-    assert [call["position_ids"].tolist() for call in calls[1:]] == [[[3], [5], [4]], [[4], [6], [5]]]
-    assert [call["input_ids"].shape for call in calls] == [(3, 5), (3, 1), (3, 1)]
-
-
-def test_an_answer_ends_with_its_first_end_token_or_at_the_limit(model: Any) -> None:
-    asked = questions(5, 17, 1, 30, 9, 22)
-    ends = frequent_end(model, asked)
-    for tokens in answer(model, asked, Sampling(max_new_tokens=16, end_token_ids=ends)):
-        assert not set(tokens[:-1]) & ends
-        assert tokens[-1] in ends or len(tokens) == 16
-
-
-def test_generation_stops_when_all_rows_have_ended_and_ended_rows_cost_nothing(model: Any) -> None:
-    asked = questions(5, 17, 1, 30, 9, 22)
-    ends = frequent_end(model, asked)
-    rows_per_forward: list[int] = []
-    got = answer(model, asked, Sampling(max_new_tokens=16, end_token_ids=ends), on_token=rows_per_forward.append)
-    assert rows_per_forward == [sum(len(tokens) > step for tokens in got) for step in range(max(map(len, got)))]
-    answer(model, asked[:1], Sampling(max_new_tokens=16, end_token_ids=set(range(272))), on_token=rows_per_forward.append)
-    assert rows_per_forward[-1] == 1
-    assert len(rows_per_forward) == max(map(len, got)) + 1
-
-
-def test_sampling_follows_the_distribution_of_the_target(model: Any) -> None:
-    ids = questions(8)[0].ids
-    asked = [Question(sample_id=f"s{i}", ids=ids) for i in range(3000)]
-    first = [tokens[0] for tokens in answer(model, asked, Sampling(max_new_tokens=1, end_token_ids=set(), temperature=0.7))]
-    logits = model(torch.tensor([ids])).logits[0, -1].detach().double()
-    expected = (logits / 0.7).softmax(-1).numpy() * len(asked)
-    common = expected >= 5
-    counts = np.bincount(first, minlength=len(expected))
-    observed = [*counts[common], counts[~common].sum()]
-    wanted = [*expected[common], expected[~common].sum()]
-    assert stats.chisquare(observed, wanted).pvalue > 1e-3
-
-
-def test_sampling_draws_anew_at_every_position_and_for_every_seed(model: Any) -> None:
-    asked = questions(8)
-
-    def sampled(seed: int) -> list[int]:
-        return answer(model, asked, Sampling(max_new_tokens=40, end_token_ids=set(), temperature=5.0, seed=seed))[0]
-
-    assert sampled(0) == sampled(0)
-    assert sampled(0) != sampled(1)
-    assert len(set(sampled(0))) > 20
-
-
-def test_a_target_that_computes_nonsense_is_an_error_with_the_sample() -> None:
-    broken = tiny_target()
-    broken.lm_head.weight.data[3, 0] = float("nan")
-    for temperature in (0.0, 1.0):
-        with pytest.raises(DataError, match=r"logits are not finite for 'q0'"):
-            answer(broken, questions(4), Sampling(max_new_tokens=3, end_token_ids=set(), temperature=temperature))
-
-
-def test_batches_are_of_similar_length_and_the_longest_comes_first() -> None:
-    lengths = [5, 17, 1, 30, 9]
-    assert [[len(q.ids) for q in batch] for batch in in_batches(questions(*lengths), 2)] == [[30, 17], [9, 5], [1]]
 
 
 def test_examples_are_what_the_target_was_asked_and_what_it_wrote(configure: Any, model: Any) -> None:
@@ -473,148 +349,6 @@ def test_the_threads_of_the_cpu_are_the_configured_ones_and_put_back(configure: 
     prepare.prepare(configure([{"prompt": "a"}], cpu_threads=before + 1))
     assert seen == [before + 1]
     assert torch.get_num_threads() == before
-
-
-class Killed(BaseException):
-    """Stands for a signal that ends the process between two batches."""
-
-
-def interrupt(monkeypatch: pytest.MonkeyPatch, after_batches: int) -> list[list[str]]:
-    """Let `prepare` die after some batches; returns the sample ids of the batches that it answered."""
-    batches: list[list[str]] = []
-
-    def counted(model: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(batches) == after_batches:
-            raise Killed
-        batches.append([question.sample_id for question in asked])
-        return answer(model, asked, *args, **kwargs)
-
-    monkeypatch.setattr(prepare, "answer", counted)
-    return batches
-
-
-ROWS = [{"id": f"p{i}", "prompt": "x" * (i + 1)} for i in range(7)]
-
-
-def test_a_prepare_that_was_killed_goes_on_and_gives_what_one_go_gives(
-    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    prepare.prepare(configure(ROWS, output=tmp_path / "one go"))
-    interrupt(monkeypatch, after_batches=2)
-    with pytest.raises(Killed):
-        prepare.prepare(configure(ROWS, batch_size=2))
-    assert not (tmp_path / "data").exists()
-    batches = interrupt(monkeypatch, after_batches=99)
-    summary = prepare.prepare(configure(ROWS, batch_size=3))
-    assert batches == [["p2", "p1", "p0"]]
-    assert summary["resumed_answers"] == 4
-    assert "going on: 4 of 7 prompts were answered by an earlier go" in capfd.readouterr().err
-    one, two = (load_examples(tmp_path / name, "train") for name in ("one go", "data"))
-    assert [(e.sample_id, e.ids.tolist()) for e in one] == [(e.sample_id, e.ids.tolist()) for e in two]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["data", "one go", "prompts.jsonl"]
-
-
-def journal_of(configure: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    interrupt(monkeypatch, after_batches=2)
-    with pytest.raises(Killed):
-        prepare.prepare(configure(ROWS, batch_size=2))
-    interrupt(monkeypatch, after_batches=99)
-    return tmp_path / ".data.answers"
-
-
-@pytest.mark.parametrize("tail", [b'{"sample_id": "p0", "ans', b"[]\n", b"null\n", b'{"sample_id": "p0"}\n', b"\x00" * 40])
-def test_what_a_crash_left_of_the_last_line_is_not_trusted(
-    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: bytes
-) -> None:
-    file = journal_of(configure, monkeypatch, tmp_path) / "answers.jsonl"
-    file.write_bytes(file.read_bytes() + tail)
-    interrupt(monkeypatch, after_batches=1)
-    with pytest.raises(Killed):
-        prepare.prepare(configure(ROWS, batch_size=2))
-    interrupt(monkeypatch, after_batches=99)
-    assert prepare.prepare(configure(ROWS))["resumed_answers"] == 6
-    assert len(load_examples(tmp_path / "data", "train")) == 7
-
-
-def test_an_answer_to_another_question_is_not_used(configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal_of(configure, monkeypatch, tmp_path)
-    changed = [{**row, "prompt": "y" + row["prompt"]} if row["id"] == "p6" else row for row in ROWS]
-    assert prepare.prepare(configure(changed))["resumed_answers"] == 3
-
-
-@pytest.mark.parametrize("change", [{"temperature": 1.0}, {"max_new_tokens": 5}, {"seed": 3}])
-def test_answers_of_other_settings_are_refused(
-    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
-) -> None:
-    journal_of(configure, monkeypatch, tmp_path)
-    name = next(iter(change)).replace("_", "-")
-    with pytest.raises(DataError, match=rf"answers that were made with another {name}: use the same settings"):
-        prepare.prepare(configure(ROWS, **change))
-
-
-def test_answers_of_another_target_in_the_same_place_are_refused(
-    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved_target(tmp_path / "target")
-    in_place = TargetConfig(path=str(path), dtype="float32")
-    interrupt(monkeypatch, after_batches=1)
-    with pytest.raises(Killed):
-        prepare.prepare(configure(ROWS, batch_size=2, target=in_place))
-    tiny_target(seed=1).save_pretrained(path)
-    with pytest.raises(DataError, match="answers that were made with another target files"):
-        prepare.prepare(configure(ROWS, target=in_place))
-
-
-def test_two_processes_do_not_answer_into_one_journal(tmp_path: Path) -> None:
-    with journal.AnswerJournal(tmp_path / "data", {}), pytest.raises(DataError, match="in use by another process"):
-        journal.AnswerJournal(tmp_path / "data", {}).__enter__()
-    with journal.AnswerJournal(tmp_path / "data", {}):
-        pass
-
-
-def test_a_disk_that_fills_up_between_batches_keeps_the_answers_before(
-    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    appended = journal.AnswerJournal.append
-    batches = interrupt(monkeypatch, after_batches=99)
-
-    def append(self: journal.AnswerJournal, *args: Any) -> None:
-        if len(batches) == 3:
-            monkeypatch.setattr(os, "fsync", full)
-        appended(self, *args)
-
-    def full(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(journal.AnswerJournal, "append", append)
-        with pytest.raises(DataError, match=r"cannot keep answers .*No space left.*run the same command again"):
-            prepare.prepare(configure(ROWS, batch_size=2))
-    assert not (tmp_path / "data").exists()
-
-
-def test_progress_is_shown_when_it_takes_long_and_not_before() -> None:
-    for delay, shown in ((0.0, True), (1000.0, False)):
-        console = Console(force_terminal=True, width=120)
-        with console.capture() as capture, progress.GenerationProgress(4, show_after_seconds=delay, console=console) as bar:
-            bar.tokens(3)
-            bar.answered(2)
-        assert ("answering prompts" in capture.get()) is shown
-        assert ("2/4" in capture.get()) is shown
-    assert progress.SHOW_AFTER_SECONDS == 2.0
-
-
-def test_progress_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    with progress.GenerationProgress(4, show_after_seconds=0.0) as bar:
-        bar.answered(4)
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert "4/4" in captured.err
-
-
-def test_the_random_numbers_of_sampling_are_the_same_on_every_machine_and_version() -> None:
-    sampling = Sampling(max_new_tokens=2, end_token_ids=(), temperature=1.0, seed=1)
-    assert generate._uniforms(sampling, "sample").tolist() == [0.10073169492216871, 0.7640107770356511]
 
 
 def test_the_trained_target_answers_real_prompts_as_its_template_would_render_them(configure: Any, tmp_path: Path) -> None:

@@ -16,6 +16,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dflash.fx import seams
 
 
+def seen_from_inside() -> seams.TracingState:
+    """The state as a module reads it while it is traced."""
+    seen: list[seams.TracingState] = []
+
+    class Looks(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(seams.tracing_state())
+            return x
+
+    torch.fx.symbolic_trace(Looks())
+    (state,) = seen
+    return state
+
+
 def test_this_torch_shows_everything() -> None:
     assert seams.unknown(seams.tracing_state()) == []
 
@@ -26,15 +40,7 @@ def test_a_quiet_process_leaks_nothing() -> None:
 
 
 def test_a_running_trace_is_seen_from_inside() -> None:
-    seen: list[seams.TracingState] = []
-
-    class Looks(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(seams.tracing_state())
-            return x
-
-    torch.fx.symbolic_trace(Looks())
-    (state,) = seen
+    state = seen_from_inside()
     assert state.flag is True
     assert state.patched_methods == ("__call__", "__getattr__")
     assert state.patcher is True
@@ -116,13 +122,5 @@ def test_a_function_left_wrapped_is_a_leak(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_functions_are_wrapped_while_a_trace_runs_and_not_after() -> None:
-    seen: list[seams.TracingState] = []
-
-    class Looks(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(seams.tracing_state())
-            return x
-
-    torch.fx.symbolic_trace(Looks())
-    assert "math.sqrt" in (seen[0].wrapped_functions or ())
+    assert "math.sqrt" in (seen_from_inside().wrapped_functions or ())
     assert seams.tracing_state().wrapped_functions == ()

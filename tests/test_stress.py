@@ -210,16 +210,6 @@ def test_a_replay_command_means_the_same_combination() -> None:
     assert Combination.from_json(COMBINATION.to_json()) == COMBINATION
 
 
-def test_isolation_that_is_not_in_this_version_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(policies, "_isolate", lambda: None)
-    with pytest.raises(SystemExit) as stop:
-        command.main(["--policy", "none,isolate"])
-    assert stop.value.code == 2
-    assert "not in this version" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("arguments", [["--policy", "hope"], ["--threads", "1"], ["--backends", "x"], ["--threads", "two"]])
 def test_bad_usage_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:

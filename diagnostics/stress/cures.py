@@ -36,11 +36,7 @@ class Policy:
     own_generator: bool = False  # random numbers come from a generator of the thread's own
     stance: str = "default"
     isolate: bool = False
-    missing: Callable[[], str | None] = lambda: None  # why this torch, or this version of ours, does not have it
-
-
-def _no_isolation() -> str | None:
-    return None if callable(getattr(dflash.fx, "isolate", None)) else "not in this version"
+    missing: Callable[[], str | None] = lambda: None  # why this torch does not have it
 
 
 def _no_argument(name: str) -> Callable[[], str | None]:
@@ -55,7 +51,7 @@ NONE = "none"
 ISOLATION = "isolation"
 POLICIES = {
     NONE: Policy(what="no protection"),
-    ISOLATION: Policy(what="dflash.fx.isolate", isolate=True, missing=_no_isolation),
+    ISOLATION: Policy(what="dflash.fx.isolated", isolate=True),
     "serial": Policy(what="traces and first compiles end before the next thread starts", serial=True),
     "lock": Policy(what="one lock around every trace and compiled call", lock=True),
     "processes": Policy(what="a process each", processes=True),
@@ -90,10 +86,7 @@ class Stage:
         with contextlib.ExitStack() as stack:
             stack.enter_context(features.without_gpu_guard())
             if self.policy.isolate:
-                isolate: Callable[[], Any] = dflash.fx.isolate
-                isolation = isolate()
-                if hasattr(isolation, "__enter__"):
-                    stack.enter_context(isolation)
+                stack.enter_context(dflash.fx.isolated())
             yield
 
     def start(self, name: str, act: Callable[[], object]) -> Worker:

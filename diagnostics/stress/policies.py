@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,13 +47,6 @@ POLICIES = {
     "prewarm": Policy(promises_clean=True, only_calls=True),
     "isolate": Policy(promises_clean=True, hazards_allowed=True),
 }
-
-
-def missing(name: str) -> str | None:
-    """Why a policy cannot run here, or None."""
-    if name == "isolate" and _isolate() is None:
-        return "policy isolate needs dflash.fx.isolate(), which is not in this version: choose from none, lock, prewarm"
-    return None
 
 
 def guard(name: str) -> Guard:
@@ -102,7 +95,3 @@ def _in_turns(action: Action, turns: threading.Lock) -> Action:
             return action.run(case)
 
     return Action(name=action.name, run=run, only_calls=action.only_calls)
-
-
-def _isolate() -> Callable[[], None] | None:
-    return getattr(dflash.fx, "isolate", None)
