@@ -107,7 +107,7 @@ def random_examples(count: int, *, seed: int = 0, longest: int = 60, vocab_size:
     return examples
 
 
-def prepare_config(directory: Path, target: Path, rows: list[Any] | str, **changes: Any) -> PrepareConfig:
+def prepare_config(directory: Path, target: Path, rows: list[Any] | str, /, **changes: Any) -> PrepareConfig:
     """The configuration that prepares `directory`/data from rows of prompts, or from the source that `rows` names."""
     prompts = rows if isinstance(rows, str) else str(write_jsonl(directory / "prompts.jsonl", rows))
     values: dict[str, Any] = {
