@@ -49,6 +49,7 @@ class CompileCounts:
         self._graph_runs = 0
         self._expected = 0
         self._unexpected: list[tuple[str, str]] = []
+        self._reasons_seen: dict[CodeType, int] = {}  # Dynamo keeps one reason for each cache entry that did not fit
         self._graph_breaks_before = 0
         self._warnings_before: frozenset[str] = frozenset()  # a process remembers them for ever
 
@@ -125,10 +126,13 @@ class CompileCounts:
 
     def _on_compile(self, code: CodeType, new_code: CodeType) -> None:  # noqa: ARG002 - Dynamo's hook signature
         with self._lock:
+            known = guard_failures.get(code, [])
+            reasons = [str(reason).strip() for reason in known[self._reasons_seen.get(code, 0) :]]
+            self._reasons_seen[code] = len(known)
             if self.everything_is_expected or getattr(self._thread, "expects", False):
                 self._expected += 1
                 return
-            reasons = guard_failures.get(code) or ["first compile of this function"]
             place = f"{code.co_filename}:{code.co_firstlineno}"
-            line = f"- {code.co_name} ({place}) in thread {threading.current_thread().name}: {reasons[-1]}"
+            why = "; ".join(reasons) or "first compile of this function"
+            line = f"- {code.co_name} ({place}) in thread {threading.current_thread().name}: {why}"
             self._unexpected.append((code.co_name, line))
