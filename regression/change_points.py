@@ -10,7 +10,7 @@ differences over one and two nights, which a change of level hardly touches. A l
 neighbours first, so it is no change.
 
 With the noise of `regression.simulate` (sd 1 %, rho 0.3, 3 % outliers), 5 % of series of 120 nights without a change show one;
-without the factor for rho it would be 14 %, without the treatment of outliers 68 %. -3 % is placed within two nights of its
+taken for independent it would be 34 %, without the treatment of outliers 68 %. -3 % is placed within two nights of its
 place with probability 0.72 after 10 nights and 0.91 after 30.
 
 Limits: levels last at least 3 nights; a change in the last two nights is not seen yet (that is the watch's work); fewer than
@@ -30,7 +30,7 @@ import numpy.typing as npt
 from regression.watch import NOISE_FLOOR, Night, chronological
 
 SHORTEST_LEVEL = 3
-_PENALTY = 4.0
+PENALTY = 4.0
 _LARGEST_CORRELATION = 0.8  # beyond, a series is a drift and not a row of levels
 _FEWEST_NIGHTS = 10  # for an estimate of the noise
 
@@ -63,14 +63,17 @@ def find(nights: Iterable[Night]) -> list[ChangePoint]:
     return [ChangePoint(night=valid[start], before=levels[k], after=levels[k + 1]) for k, start in enumerate(starts)]
 
 
-def segment(values: Sequence[float] | Floats) -> list[int]:
-    """Where new levels begin in a row of positive throughputs; empty for fewer than 10."""
+def segment(values: Sequence[float] | Floats, *, penalty: float = PENALTY, correlated: bool = True) -> list[int]:
+    """Where new levels begin in a row of positive throughputs; empty for fewer than 10.
+
+    The keywords are for comparisons: another factor of the penalty, nights taken for independent.
+    """
     if len(values) < _FEWEST_NIGHTS:
         return []
     logarithms = without_lone_outliers(np.log(values))
-    spread, correlation = noise(logarithms)
-    penalty = _PENALTY * spread**2 * math.log(len(logarithms)) * (1 + correlation) / (1 - correlation)
-    return potts(logarithms, penalty)
+    spread, correlation = noise(logarithms, correlated=correlated)
+    inflation = (1 + correlation) / (1 - correlation)
+    return potts(logarithms, penalty * spread**2 * math.log(len(logarithms)) * inflation)
 
 
 def potts(values: Floats, penalty: float) -> list[int]:
@@ -93,22 +96,22 @@ def potts(values: Floats, penalty: float) -> list[int]:
     return found[::-1]
 
 
-def without_lone_outliers(values: Floats) -> Floats:
-    """Values further than 3.5 robust standard deviations from the median of the five around them become that median."""
-    windows = np.lib.stride_tricks.sliding_window_view(np.pad(values, 2, mode="reflect"), 5)
+def without_lone_outliers(values: Floats, reach: int = 2) -> Floats:
+    """Values further than 3.5 robust standard deviations from the median of the 2 reach + 1 around them become that median."""
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(values, reach, mode="reflect"), 2 * reach + 1)
     centre = np.median(windows, axis=1)
     off = values - centre
     limit = 3.5 * max(1.4826 * float(np.median(np.abs(off))), NOISE_FLOOR)
     return np.where(np.abs(off) > limit, centre, values)
 
 
-def noise(values: Floats) -> tuple[float, float]:
+def noise(values: Floats, *, correlated: bool = True) -> tuple[float, float]:
     """Standard deviation (at least 0.3 %) and lag-1 correlation (0 to 0.8) of an AR(1) process around levels that change rarely.
 
     With s its variance: var(x[t] - x[t-1]) = 2 s (1 - rho) and var(x[t] - x[t-2]) = 2 s (1 - rho^2), so their ratio is 1 + rho.
     """
     one, two = (_clipped_variance(values[lag:] - values[:-lag]) for lag in (1, 2))
-    correlation = min(max(two / one - 1, 0.0), _LARGEST_CORRELATION) if one > 0 else 0.0
+    correlation = min(max(two / one - 1, 0.0), _LARGEST_CORRELATION) if correlated and one > 0 else 0.0
     return max(math.sqrt(one / (2 * (1 - correlation))), NOISE_FLOOR), correlation
 
 

@@ -14,7 +14,7 @@ bound of 98.33 %.
 Why FAIL begins at 1.5 % and not at the tolerance: when the true loss is 2 %, half of all estimates lie below 2 %.
 `python -m regression.simulate` shows what each threshold does at a segment sd of 0.5 %: a true loss of 2 % is found with
 probability 0.65 (threshold 2 %), 0.99 (1.5 %) or 1.00 (1 %); a true loss of 1 %, which is tolerated, fails with 0.00, 0.02
-or 0.39. 1.5 % finds the one and spares the other. It also keeps the rule monotone: a bound below 2 % with a loss of at least
+or 0.37. 1.5 % finds the one and spares the other. It also keeps the rule monotone: a bound below 2 % with a loss of at least
 1.5 % is always significant, so on the same pairs no faster candidate segment turns PASS into FAIL.
 
 Limits: pairs are taken as independent and d as about normal. One pair in which something disturbed one segment costs

@@ -14,7 +14,7 @@ and the suspects that began a failure. Otherwise a regression would become its o
 have sunk to it and the red nights would turn green with nobody having accepted anything. A single suspect night that the next
 one does not confirm stays in, as noise does. INVALID nights are neither pass nor fail, stay out, and do not break a row.
 
-Limits: at a night sd of 1 % history alone finds -5 % within two nights with probability 0.89, not 0.95; with the gate in the
+Limits: at a night sd of 1 % history alone finds -5 % within two nights with probability 0.88, not 0.95; with the gate in the
 same night it is 0.98 (`python -m regression.simulate`). Losses under about 3 % are the gate's alone. A limit that comes out
 at or below zero means that the history is useless; the sentence shows it.
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from regression import change_points, secondary, simulate
+from regression import secondary, simulate
 from regression.change_points import find, noise, potts, segment, without_lone_outliers
 from regression.watch import Night
 
@@ -108,12 +108,10 @@ def test_a_series_without_noise_has_the_noise_floor() -> None:
     assert noise(np.zeros(20)) == (0.003, 0.0)
 
 
-def test_correlated_nights_need_more_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate, "CORRELATION", 0.6)
-    series = simulate.throughputs(100, 120, np.random.default_rng(3))
+def test_correlated_nights_need_more_evidence() -> None:
+    series = simulate.throughputs(100, 120, np.random.default_rng(3), correlation=0.6)
     aware = sum(bool(segment(values)) for values in series)
-    monkeypatch.setattr(change_points, "noise", lambda values: (noise(values)[0], 0.0))
-    unaware = sum(bool(segment(values)) for values in series)
+    unaware = sum(bool(segment(values, correlated=False)) for values in series)
     assert aware < 20
     assert unaware > 2 * aware
 
