@@ -60,6 +60,7 @@ def test_loss_interval_and_p_are_those_of_a_paired_t_test() -> None:
     [
         (0.0, 0.005, Kind.PASS),
         (0.012, 0.005, Kind.PASS),  # bound: 1.2 % + 2.60 * 0.5 % / sqrt(8) = 1.66 %
+        (0.013, 0.007, Kind.PASS),  # bound 1.94 %
         (0.014, 0.008, Kind.UNKNOWN),  # bound 2.1 %, and the loss below 1.5 %
         (0.016, 0.005, Kind.FAIL),
         (0.016, 0.015, Kind.UNKNOWN),  # t = 3.04, and 4.29 are needed for p < 0.00167
@@ -125,6 +126,13 @@ def test_without_any_variance_the_interval_is_a_point(ratio: float, kind: Kind, 
     verdict = gate.judge([Pair(number=number, baseline=1.0, candidate=ratio) for number in range(8)])
     assert (verdict.kind, verdict.p) == (kind, p)
     assert verdict.interval == pytest.approx((1 - ratio, 1 - ratio))
+
+
+@pytest.mark.parametrize("unit", [1.0, 1.1, 0.7, 3.3, 1e-3 / 3, 1e6 / 7])
+@pytest.mark.parametrize(("candidate", "kind"), [(985.0, Kind.FAIL), (1015.0, Kind.WIN)])
+def test_a_tie_with_the_threshold_counts_in_any_unit(unit: float, candidate: float, kind: Kind) -> None:
+    tied = [Pair(number=number, baseline=1000.0 * unit, candidate=candidate * unit) for number in range(8)]
+    assert gate.judge(tied).kind is kind
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])

@@ -100,6 +100,15 @@ def test_a_lone_slow_night_stays_in_the_reference_as_noise_does() -> None:
     assert [verdict.nights for verdict in replay(nights([*STEADY, 90.0, 100.0, 100.0]))[-3:]] == [10, 11, 12]
 
 
+def test_a_failure_leaves_the_reference_together_with_the_suspect_that_began_it() -> None:
+    assert [verdict.nights for verdict in replay(nights([*STEADY, 90.0, 90.0, 90.0, 100.0, 100.0]))[-5:]] == [10, 11, 10, 10, 11]
+
+
+@pytest.mark.parametrize("unit", [1.0, 0.7, 1 / 3, 1 / 9])  # a ninth is rounded to the other side
+def test_a_tie_with_the_limit_is_no_fall_in_any_unit(unit: float) -> None:
+    assert last([value * unit for value in [50.0] * 20 + [49.0]]) is Kind.PASS
+
+
 def test_only_the_last_thirty_nights_count() -> None:
     verdict = replay(nights([200.0] * 10 + [200 - 0.25 * day for day in range(60)]))[-1]
     assert verdict.nights == 30
