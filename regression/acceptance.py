@@ -1,7 +1,8 @@
-"""Accepting a change of level: `python -m regression.watch accept SERIES --reason ...`. Kept as data, never as an edited history.
+"""Accepting a change of level: kept as data, never as an edited history.
 
 An acceptance names the first night of the new level. From that night on the watch has a new reference; everything older
-stays in the store and in the report. Exit codes: 0 recorded, 2 bad usage or nothing to accept.
+stays in the store and in the report. `main` is the command `accept SERIES --reason ...`; it knows no file format, so whoever
+keeps the history calls it with a way to open that. Exit codes: 0 recorded, 2 bad usage or nothing to accept.
 """
 
 from __future__ import annotations
