@@ -39,6 +39,8 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     *("diagnostics.records", "diagnostics.catalogue", "diagnostics.findings", "diagnostics.gpu", "diagnostics.report"),
     *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
     *("regression.spec", "regression.child", "regression.store"),
+    *("regression.verdict", "regression.gate", "regression.watch", "regression.acceptance", "regression.simulate"),
+    *("regression.change_points", "regression.secondary"),
 )
 STARTS_THREADS = {"Thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "Process", "init_process_group"}
 
