@@ -16,7 +16,6 @@ import hashlib
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import torch
 from filelock import FileLock
 
 from dflash import events
+from dflash.files import write_whole
 
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -69,7 +69,7 @@ class CompileCache:
         name = f"artifacts-{hashlib.sha256(content).hexdigest()}.bin"
         with FileLock(self._home / "lock"):
             older = [path for path in self._home.glob("artifacts-*.bin") if path.name != name]
-            _write(self._home / name, content)
+            write_whole(self._home / name, content)
             for path in older:
                 path.unlink(missing_ok=True)
 
@@ -97,17 +97,3 @@ def fingerprint() -> str:
         *gpus,
     )
     return f"torch-{torch.__version__}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:12]}"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Aside, on disk, then renamed: a reader sees the whole file or none."""
-    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".artifacts-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(aside).replace(path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise

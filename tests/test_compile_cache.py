@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers_training import make_config
 
-from dflash import compile_cache, events
+from dflash import events
 from dflash.compile_cache import CompileCache, fingerprint
 from dflash.trainer import train
 
@@ -84,13 +84,3 @@ def test_a_damaged_file_of_artefacts_is_named_and_not_loaded(tmp_path: Path) -> 
         with cache.active():
             assert cache.state == "cold"
     assert any("is damaged" in text for text in told)
-
-
-def test_a_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def disk_full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(compile_cache.os, "fsync", disk_full)
-    with pytest.raises(OSError, match="No space"):
-        compile_cache._write(tmp_path / "artifacts-x.bin", b"content")
-    assert list(tmp_path.iterdir()) == []
