@@ -38,7 +38,8 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     *("dflash.config", "dflash.events", "dflash.presets", "dflash.decoding.acceptance"),
     *("diagnostics.records", "diagnostics.catalogue", "diagnostics.findings", "diagnostics.gpu", "diagnostics.report"),
     *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
-    *("regression.spec", "regression.child", "regression.store"),
+    *("regression.spec", "regression.child", "regression.records", "regression.store", "regression.validity"),
+    *("regression.sampler", "regression.interval", "regression.controls"),
 )
 STARTS_THREADS = {"Thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "Process", "init_process_group"}
 
