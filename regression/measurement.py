@@ -19,7 +19,7 @@ from typing import Any, Self
 from dflash.config import Topology
 from diagnostics import environment
 from regression import controls, validity
-from regression.child import ChildFailed, Place, run_json
+from regression.child import HERE, ChildFailed, Place, run_json
 from regression.interval import batch_means
 from regression.sampler import Sampler
 from regression.spec import RunSpec, workers
@@ -75,19 +75,23 @@ class Measurement:
 
 
 def measure(
-    spec: RunSpec, directory: Path, *, timeout_seconds: float, place: Place | None = None, baseline_clock_mhz: float | None = None
+    spec: RunSpec,
+    directory: Path,
+    *,
+    timeout_seconds: float,
+    place: Place = HERE,
+    baseline_clock_mhz: float | None = None,
+    with_controls: bool = True,
 ) -> Measurement:
     """Measure once, writing into the new directory `directory`. A run that leaves no result is a measurement with a failure."""
     directory.mkdir(parents=True)
     output, log = directory / "run", directory / "stderr.log"
     started, before = datetime.now(UTC).isoformat(timespec="seconds"), environment.fingerprint()
-    rates = controls.run(spec, directory)
+    rates = controls.run(spec, directory) if with_controls else {}
     result: dict[str, Any] = {}
     returncode, seconds, failure = 1, 0.0, None
     with Sampler(spec.visible if spec.gpus else None) as sampler:
-        where = dataclasses.replace(
-            place or Place(), variables={**(place.variables if place else {}), **spec.variables}, started=sampler.started
-        )
+        where = dataclasses.replace(place, variables={**place.variables, **spec.variables}, started=sampler.started)
         try:
             child = run_json(spec.command(output), log=log, timeout_seconds=timeout_seconds, place=where)
         except ChildFailed as error:
@@ -120,7 +124,9 @@ def measure(
         state={
             **validity.summary(samples),
             "xids_unobserved": sampler.xids_unobserved,
-            "controls_unobserved": None if rates else f"the control workloads failed: see {directory / 'controls.log'}",
+            "controls_unobserved": None
+            if rates or not with_controls
+            else f"the control workloads failed: see {directory / 'controls.log'}",
         },
         controls=rates,
         interval=_interval(steps, result),

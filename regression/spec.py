@@ -34,6 +34,7 @@ class RunSpec:
     overrides: tuple[str, ...] = ()  # further flags of `python -m dflash train`, implied by the name
     planted: tuple[str, ...] = ()  # flags that are not part of the name: a planted slowdown belongs to the series it slows
     visible: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES names: indices or UUIDs
+    python: str = sys.executable
 
     def __post_init__(self) -> None:
         if self.gpus < 0 or self.segments < 1 or self.segment_seconds <= 0:
@@ -54,7 +55,7 @@ class RunSpec:
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(self.visible)}
 
     def command(self, output: Path) -> list[str]:
-        """The measuring run as a command of this Python, writing into the new directory `output`."""
+        """The measuring run as a command, writing into the new directory `output`."""
         segments = ("--measure.segments", str(self.segments), "--measure.segment-seconds", str(self.segment_seconds))
         return [*self._train(output, steps=_ENDLESS), "--measure", *segments, *self.planted]
 
@@ -66,7 +67,7 @@ class RunSpec:
 
     def _train(self, output: Path, *, steps: int) -> list[str]:
         flags = ("--preset", self.preset, "--output", str(output), "--optim.steps", str(steps), "--telemetry.wandb", "off")
-        return [sys.executable, "-m", "dflash", "train", *flags, *self.overrides]
+        return [self.python, "-m", "dflash", "train", *flags, *self.overrides]
 
 
 def workload(
@@ -79,7 +80,7 @@ def workload(
 ) -> RunSpec:
     """The standard run for `gpus` GPUs, the first of those that CUDA_VISIBLE_DEVICES in `environment` names."""
     if gpus == 0:
-        seconds = segment_seconds or CPU_SEGMENT_SECONDS
+        seconds = CPU_SEGMENT_SECONDS if segment_seconds is None else segment_seconds
         return RunSpec(
             preset=CPU_PRESET, gpus=0, segments=segments, segment_seconds=seconds, overrides=_CPU_OVERRIDES, planted=planted
         )
@@ -87,7 +88,7 @@ def workload(
         preset=GPU_PRESET,
         gpus=gpus,
         segments=segments,
-        segment_seconds=segment_seconds or GPU_SEGMENT_SECONDS,
+        segment_seconds=GPU_SEGMENT_SECONDS if segment_seconds is None else segment_seconds,
         overrides=() if gpus == 1 else ("--topology", str(topology(gpus)), "--devices", "cuda"),
         planted=planted,
         visible=visible_gpus(gpus, (environment or {}).get("CUDA_VISIBLE_DEVICES")),
