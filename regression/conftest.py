@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
+from dflash.config import ConfigError
 from diagnostics import environment
 from regression import baseline
 from regression.child import ChildFailed, Place, run_to_success
 from regression.laws import Outcome, problems
 from regression.measurement import ATTEMPTS, Measurement, measure_until_valid
 from regression.measurement import measure as run_and_measure
-from regression.spec import RunSpec, workload
+from regression.spec import SEGMENTS, RunSpec, workload
 from regression.store import Store
 
 RUN_TIMEOUT_SECONDS = 1500.0
@@ -37,7 +38,7 @@ class InsufficientData(AssertionError):
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options beside --gpus."""
     group = parser.getgroup("regression")
-    group.addoption("--segments", type=int, metavar="N", help="segments of a measurement (default 3)")
+    group.addoption("--segments", type=int, default=SEGMENTS, metavar="N", help=f"segments of a measurement (default {SEGMENTS})")
     group.addoption("--segment-seconds", type=float, metavar="S", help="length of a segment (default 60 on GPUs, 5 on a CPU)")
     group.addoption("--attempts", type=int, default=ATTEMPTS, metavar="R", help=f"of an invalid measurement (default {ATTEMPTS})")
     group.addoption("--burn-share", type=float, default=0.0, metavar="X", help="plant a slowdown, to see that it fails")
@@ -55,18 +56,26 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("regression/ measures throughput: run it without -n, runs side by side slow each other down")
     if config.getoption("--attempts") < 1:
         raise pytest.UsageError(f"--attempts {config.getoption('--attempts')}: use at least 1")
+    try:
+        chosen_workload(config)
+    except ConfigError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 @pytest.fixture(scope="session")
 def spec(request: pytest.FixtureRequest) -> RunSpec:
     """The workload for `--gpus N`."""
-    option = request.config.getoption
-    planted = ("--measure.burn-share", str(option("--burn-share"))) if option("--burn-share") else ()
+    return chosen_workload(request.config)
+
+
+def chosen_workload(config: pytest.Config) -> RunSpec:
+    """What the options ask for. Raises ConfigError."""
+    burned = config.getoption("--burn-share")
     return workload(
-        option("--gpus"),
-        segments=option("--segments") or 3,
-        segment_seconds=option("--segment-seconds"),
-        planted=planted,
+        config.getoption("--gpus"),
+        segments=config.getoption("--segments"),
+        segment_seconds=config.getoption("--segment-seconds"),
+        planted=("--measure.burn-share", str(burned)) if burned else (),
         environment=os.environ,
     )
 
@@ -105,8 +114,6 @@ def measured(
     if store is not None:
         for measurement in tried:
             Store(store).add({**measurement.to_record(), "problems": problems(measurement)})
-    if request.config.getoption("--record-baseline"):
-        told.append(f"baseline written: {baseline.record(tried[-1], request.config.getoption('--baselines'))}")
     return tried[-1]
 
 
@@ -127,10 +134,16 @@ def probed(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="session")
 def record_command(request: pytest.FixtureRequest) -> str:
-    """How to record a baseline with the options of this session."""
-    planted = request.config.getoption("--burn-share")
-    given = [argument for argument in request.config.invocation_params.args if argument != "--record-baseline"]
-    return shlex.join(["pytest", *given, "--record-baseline"]) + (" (without --burn-share)" if planted else "")
+    """How to record a baseline of this workload."""
+    option = request.config.getoption
+    words = ["pytest", "regression/", "--gpus", str(option("--gpus"))]
+    if option("--segments") != SEGMENTS:
+        words += ["--segments", str(option("--segments"))]
+    if option("--segment-seconds") is not None:
+        words += ["--segment-seconds", f"{option('--segment-seconds'):g}"]
+    if option("--baselines") != baseline.DIRECTORY:
+        words += ["--baselines", str(option("--baselines"))]
+    return shlex.join([*words, "--record-baseline"])
 
 
 @pytest.fixture

@@ -98,7 +98,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.gpus < 0:
         parser.error(f"--gpus {options.gpus}: use 0 for the CPU workload, or a number of GPUs")
-    if options.attempts < 1 or options.segments < 1 or (options.segment_seconds or 1) <= 0:
+    seconds = options.segment_seconds
+    if options.attempts < 1 or options.segments < 1 or (seconds is not None and seconds <= 0):
         parser.error("--attempts, --segments and --segment-seconds: use positive numbers")
     if options.gpus > 0:
         import torch  # noqa: PLC0415 - --help should not wait for it

@@ -118,6 +118,8 @@ def test_runs_are_pinned_to_the_first_of_the_visible_gpus() -> None:
 def test_impossible_workloads_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="use at least 1 segment"):
         RunSpec(**{"preset": "p", "gpus": 0, "segment_seconds": 1.0, **change})
+    with pytest.raises(ConfigError):
+        workload(**{"gpus": 0, **change})
 
 
 def test_gpus_are_split_five_to_three() -> None:
