@@ -19,6 +19,7 @@ Exit codes: 0 fine, 1 problems found, 2 bad usage. Known limit: over NFS the loc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -171,7 +172,10 @@ class Store:
         return frame if table.schema.equals(_INDEX_SCHEMA) and (frame["schema_version"] == SCHEMA_VERSION).all() else None
 
     def _write_index(self, frame: pd.DataFrame) -> None:
-        write_table(self.directory / "index.parquet", pa.Table.from_pandas(frame, schema=_INDEX_SCHEMA, preserve_index=False))
+        table = pa.Table.from_pandas(frame, schema=_INDEX_SCHEMA, preserve_index=False)
+        # It is only a cache: while somebody writes, or where nothing may be written, the next reader makes it.
+        with contextlib.suppress(filelock.Timeout, OSError), self._lock.acquire(timeout=0):
+            write_table(self.directory / "index.parquet", table)
 
 
 def read_file(path: Path) -> tuple[list[dict[str, Any]], list[str]]:

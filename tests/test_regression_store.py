@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pyarrow.parquet as pq
 import pytest
 
@@ -218,6 +219,16 @@ def test_reading_again_opens_no_record(tmp_path: Path, monkeypatch: pytest.Monke
     second, _ = Store(tmp_path).frame()
     assert first.to_dict("list").keys() == second.to_dict("list").keys()
     assert list(first["id"]) == list(second["id"])
+
+
+def test_reading_waits_for_no_writer(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add(record(0))
+    with filelock.FileLock(tmp_path / "lock"):
+        assert len(Store(tmp_path).frame()[0]) == 1
+        assert not (tmp_path / "index.parquet").exists()
+    assert len(store.frame()[0]) == 1
+    assert (tmp_path / "index.parquet").exists()
 
 
 def test_a_removed_record_leaves_the_index(tmp_path: Path) -> None:
