@@ -5,11 +5,13 @@ The rule is a callable (`Rule`). `provisional` compares with the median: a drop 
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from regression.controls import Cause, put_down_to
 from regression.laws import Outcome, problems
 from regression.measurement import Measurement
 
@@ -55,13 +57,31 @@ def decide(measured: Measurement, history: Sequence[Measurement], *, record: str
         return Outcome(kind="INSUFFICIENT", sentence=f"INVALID: {'; '.join(measured.invalid)}")
     if measured.per_device is None:
         return Outcome(kind="INSUFFICIENT", sentence="the run reports no throughput")
-    earlier = points(one for one in history if one.series == measured.series)
+    earlier = counting(one for one in history if one.series == measured.series)
     if not earlier:
         return Outcome(kind="FAIL", sentence=f"no baseline of the series {measured.series!r}. Record one with:\n    {record}")
-    return rule(Point(time=measured.time, value=measured.per_device), earlier)
+    outcome = rule(Point(time=measured.time, value=measured.per_device), points(earlier))
+    if outcome.kind != "FAIL":
+        return outcome
+    return dataclasses.replace(outcome, sentence=f"{outcome.sentence}; put down to: {cause(measured, earlier)}")
+
+
+def counting(history: Iterable[Measurement]) -> list[Measurement]:
+    """The measurements that count, the oldest first."""
+    return sorted((one for one in history if one.per_device and not one.invalid and not problems(one)), key=lambda one: one.time)
 
 
 def points(history: Iterable[Measurement]) -> list[Point]:
-    """The measurements that count, the oldest first; equal ones once."""
-    counting = {(one.time, one.per_device) for one in history if not one.invalid and not problems(one)}
-    return [Point(time=time, value=value) for time, value in sorted(counting, key=str) if value is not None]
+    """Their throughputs; equal ones once."""
+    return [
+        Point(time=time, value=value)
+        for time, value in dict.fromkeys((one.time, one.per_device) for one in counting(history))
+        if value is not None
+    ]
+
+
+def cause(measured: Measurement, earlier: Sequence[Measurement]) -> Cause:
+    """What the change is put down to, from the control workloads beside each measurement."""
+    methods = {one.result.get("measure", {}).get("method") for one in (measured, *earlier)}
+    known = [(one.per_device, one.controls) for one in earlier if one.per_device is not None]
+    return put_down_to(measured.per_device or 0.0, measured.controls, known, same_method=len(methods) == 1)

@@ -114,6 +114,15 @@ def test_a_drop_of_more_than_5_percent_fails(value: float, kind: str) -> None:
     assert "provisional" in outcome.sentence
 
 
+def test_a_drop_is_put_down_to_what_the_controls_say() -> None:
+    history = [measurement(per_device=100.0, controls={"matmul": 50.0})]
+    slow_machine, slow_code = (measurement(per_device=90.0, controls={"matmul": rate}) for rate in (45.0, 50.0))
+    other_method = measurement(per_device=90.0, controls={"matmul": 50.0}, result=result())
+    other_method.result["measure"] |= {"method": 2, "tokens_per_second_per_device": 90.0}
+    causes = [decide(one, history, record="").sentence.rpartition(" ")[2] for one in (slow_machine, slow_code, other_method)]
+    assert causes == ["hardware", "code", "method"]
+
+
 def test_the_rule_is_asked_with_the_valid_measurements_of_the_series_by_time() -> None:
     asked: list[tuple[Point, list[float]]] = []
 
