@@ -5,7 +5,7 @@ same steps without measuring. Rules:
 - Steady: two windows in a row (a quarter of a segment each, at least 3 steps) in which nothing compiled, with throughputs
   within 20 % and queue occupancies within 0.25 of each other. A run that is not steady after `warmup_segments` segments says
   so and ends without a segment.
-- A segment lasts from one step's end to the first step's end after `segment_seconds`. Segments follow each other at once.
+- A segment lasts from one step's end to the first step's end after `segment_seconds` and 3 steps. The next follows at once.
 - Device time of a worker is CUDA-event time around its calls, on its stream; host stall is the rest of the wall time: waiting
   at the queue, for other workers, and Python between calls. Known limit: what Python does inside a call counts as device time.
 
@@ -41,7 +41,7 @@ RATE_TOLERANCE = 0.2
 OCCUPANCY_TOLERANCE = 0.25
 _GPU_SEGMENT_SECONDS = 60.0
 _CPU_SEGMENT_SECONDS = 5.0
-_WINDOW_STEPS = 3
+_MIN_STEPS = 3  # of a window and of a segment
 _TIMES = ("items", "tokens", "busy_seconds", "wait_seconds", "sync_seconds")
 
 
@@ -180,7 +180,7 @@ class Measuring:
         self._keep_step(now, fields)
         if self.unsteady is not None:
             self._warm_up(now)
-        elif now.seconds - self._mark.seconds >= self.segment_seconds:
+        elif now.steps - self._mark.steps >= _MIN_STEPS and now.seconds - self._mark.seconds >= self.segment_seconds:
             self.segments.append(_segment(self._mark, now, num_devices=self._num_devices()))
             self._mark = now
             rate = self.segments[-1]["tokens_per_second"]
@@ -194,7 +194,7 @@ class Measuring:
         assert self._begin is not None
         assert self._mark is not None
         seconds, steps = now.seconds - self._mark.seconds, now.steps - self._mark.steps
-        if steps < _WINDOW_STEPS or seconds < self.segment_seconds / 4:
+        if steps < _MIN_STEPS or seconds < self.segment_seconds / 4:
             return
         window = Window(
             tokens_per_second=(now.tokens - self._mark.tokens) / seconds,

@@ -60,6 +60,7 @@ def test_a_segment_is_the_sum_of_its_steps_and_follows_the_one_before(measured: 
         began = steps["end_seconds"][mine[0] - 1]
         assert segment["seconds"] == pytest.approx(steps["end_seconds"][mine[-1]] - began)
         assert segment["seconds"] >= 0.2
+        assert segment["steps"] >= 3
         assert segment["tokens_per_second"] == segment["tokens"] / segment["seconds"]
     assert segments[0]["ended"] == segments[1]["began"]
     assert steps["segment"] == sorted(steps["segment"])
