@@ -1,7 +1,7 @@
 """`python -m dflash prepare | train | evaluate | export`: parse, run, print one JSON line, exit code.
 
 Progress and errors go to stderr; the last line of stdout is the result as one JSON object. Exit codes: 0 fine, 1 the run
-failed or found an FX error or lost tokens in float32, 2 bad usage or input.
+failed or found an FX error or lost tokens in float32, 2 bad usage or input, 3 asked to measure and could not.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {failure}", file=sys.stderr)
         return 1
     print(json.dumps(events.finite(result)), flush=True)
-    return 1 if _found_something(result) else 0
+    return _exit_code(result)
 
 
 def train_command(arguments: list[str]) -> dict[str, Any]:
@@ -118,10 +118,12 @@ def _preset_of(arguments: list[str]) -> RunConfig:
     raise ConfigError(f"train needs --preset: one of {', '.join(presets.PRESETS)}")
 
 
-def _found_something(result: dict[str, Any]) -> bool:
+def _exit_code(result: dict[str, Any]) -> int:
     # In bfloat16 a block rounds differently from one token at a time, so only float32 promises equal tokens.
     lost = result.get("lossless") is False and result.get("dtype") == "float32"
-    return lost or any(result.get(key) for key in ("fx_errors", "recompiles_after_warmup", "fallbacks"))
+    if lost or any(result.get(key) for key in ("fx_errors", "recompiles_after_warmup", "fallbacks")):
+        return 1
+    return 3 if result.get("measure", {}).get("incomplete") else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tyro
 
@@ -160,6 +160,28 @@ class TelemetryConfig:
             _require(getattr(self, name) >= 1, f"telemetry.{name.replace('_', '-')} is {getattr(self, name)}: use at least 1")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    """Timing of steady running (`dflash.measuring`). Such a run saves no checkpoint and ends after its segments."""
+
+    on: Annotated[bool, tyro.conf.arg(name="")] = False  # the flag --measure
+    segments: int = 3
+    segment_seconds: float | None = None  # None: 60 on GPUs, 5 on CPUs
+    warmup_segments: float = 10.0  # a run that is not steady after so many lengths of a segment ends unmeasured
+    burn_share: float = 0.0  # a planted slowdown: this part of the time is burned, to see that it is noticed
+
+    def __post_init__(self) -> None:
+        _require(self.segments >= 1, f"measure.segments is {self.segments}: use at least 1")
+        seconds = self.segment_seconds
+        _require(seconds is None or 0 < seconds < math.inf, f"measure.segment-seconds is {seconds}: use a positive number")
+        _require(0 < self.warmup_segments < math.inf, f"measure.warmup-segments is {self.warmup_segments}: use a positive number")
+        _require(0 <= self.burn_share <= 0.9, f"measure.burn-share is {self.burn_share}: use a number from 0 to 0.9")
+        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        _require(
+            self.on or not changed, f"measure.{''.join(changed[:1]).replace('_', '-')} has no meaning without --measure: add it"
+        )
+
+
 @dataclass(frozen=True)
 class Topology:
     """N target and M drafter workers, written `Nt+Md`."""
@@ -201,6 +223,7 @@ class RunConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
 
     def __post_init__(self) -> None:
         Topology.parse(self.topology)

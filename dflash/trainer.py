@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dflash import checkpoint, events, telemetry
+from dflash import checkpoint, events, measuring, telemetry
 from dflash.assembly import Parts, build
 from dflash.batch import LossSums, PackedBatch, StepStats, TargetStates
 from dflash.checkpoint import CheckpointError, TrainState
@@ -27,7 +27,7 @@ from dflash.compile_policy import CompilePolicy
 from dflash.config import RunConfig, Topology, to_dict
 from dflash.engine.devices import Placement, place
 from dflash.engine.queue import OrderedQueue
-from dflash.engine.threads import ThreadsRun, run_threads
+from dflash.engine.threads import ThreadsRun, WorkerTimes, run_threads
 from dflash.flat import FlatAdamW
 from dflash.fx import seams
 from dflash.worker import Contribution, NonFiniteError, add_sums, sum_gradients
@@ -47,9 +47,11 @@ def train(config: RunConfig) -> dict[str, Any]:
     cache = CompileCache(config.compile.cache)
     with _cpu_threads(config), policy.watching(), _stop_on_signals() as stop:
         first_step = resumed.step if resumed else 0
-        with telemetry.listening(config, first_step=first_step):
+        devices = (*placement.targets, *placement.drafters)
+        with telemetry.listening(config, first_step=first_step), measuring.measuring(config, devices, stop) as measured:
             parts = build(config, placement, policy)
             trainer = Trainer(config, placement, parts, policy, stop)
+            measured.times = trainer.worker_times
             trainer.start(resumed)
             (config.output / "config.json").write_text(json.dumps(to_dict(config), indent=1))
             with cache.active():
@@ -60,7 +62,8 @@ def train(config: RunConfig) -> dict[str, Any]:
                     trainer.run(first_step)
                 if not policy.warms_up:
                     cache.save()
-            result: dict[str, Any] = events.finite(trainer.result() | {"compile_cache": cache.state})
+            measure = {"measure": measured.result()} if config.measure.on else {}
+            result: dict[str, Any] = events.finite(trainer.result() | {"compile_cache": cache.state} | measure)
             events.record("result", **result)
     (config.output / "result.json").write_text(json.dumps(result, indent=1))
     return result
@@ -113,7 +116,7 @@ class Trainer:
             with self._policy.in_worker():
                 self._run_everything_once()
         self._warmup_seconds = time.perf_counter() - started
-        if self._steps_done == 0 and self._config.checkpoint.keep_untrained:
+        if self._steps_done == 0 and self._config.checkpoint.keep_untrained and not self._config.measure.on:
             self._save(0)
 
     def _run_everything_once(self) -> None:
@@ -138,8 +141,8 @@ class Trainer:
             capacity=self._config.telemetry.queue_items, first=first_step * per_step, end=optim.steps * per_step
         )
         self._run = ThreadsRun(
-            targets=self._parts.targets,
-            drafters=self._parts.drafters,
+            targets=measuring.timed_targets(self._parts.targets, self._config.measure),
+            drafters=measuring.timed_drafters(self._parts.drafters, self._config.measure),
             queue=queue,
             first_step=first_step,
             num_steps=optim.steps,
@@ -166,9 +169,14 @@ class Trainer:
         self._fx_errors += [leak for leak in seams.leaks(seams.tracing_state()) if leak not in self._fx_errors]
         stop = self._stop.is_set()
         last = self._steps_done == self._config.optim.steps
-        if last or stop or self._steps_done % self._config.checkpoint.every_steps == 0:
+        due = last or stop or self._steps_done % self._config.checkpoint.every_steps == 0
+        if due and not self._config.measure.on:
             self._save(self._steps_done)
         return not stop
+
+    def worker_times(self) -> list[WorkerTimes]:
+        """What the threads did with their time so far; empty before they start."""
+        return self._run.times if self._run else []
 
     def result(self) -> dict[str, Any]:
         """The JSON line of the run."""
@@ -210,7 +218,7 @@ class Trainer:
             "fx_errors": len(self._fx_errors),
             "fx_error_messages": self._fx_errors,
             "peak_memory_bytes": _peak_memory_bytes(self._placement),
-            "checkpoint": str(checkpoint.checkpoint_dir(self._config.output) / checkpoint.list_complete(self._config.output)[-1]),
+            "checkpoint": _last_checkpoint(self._config),
         }
 
     def _update(self, step: int, parts: list[Contribution], sums: LossSums) -> tuple[float, float]:
@@ -319,6 +327,12 @@ def step_stats(
         accuracy=tuple(c / n if n else None for c, n in zip(correct, counted, strict=True)),
         sample_ids=tuple(sample for batch in batches for row in batch.sample_ids for sample in row),
     )
+
+
+def _last_checkpoint(config: RunConfig) -> str | None:
+    """The newest complete checkpoint; a measuring run that resumed nothing has none."""
+    complete = checkpoint.list_complete(config.output)
+    return str(checkpoint.checkpoint_dir(config.output) / complete[-1]) if complete else None
 
 
 def _saved_state(config: RunConfig) -> TrainState | None:

@@ -1,13 +1,15 @@
-"""One look at the GPUs through NVML: what they are, how fast they are clocked, and whether something slows them down.
+"""The GPUs through NVML: what they are, how fast they are clocked, and whether something slows them down or fails.
 
-A machine without NVML is an answer, not an error: `Snapshot.unavailable` says why. This module imports no torch.
+`snapshot` looks once, `Watch` many times and hears of XIDs. A machine without NVML is an answer, not an error:
+`Snapshot.unavailable` says why. This module imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import pynvml
 
@@ -40,7 +42,12 @@ class Gpu:
     sm_clock_mhz: int | None
     sm_clock_max_mhz: int | None
     clock_event_bits: int | None
-    processes: tuple[int, ...] | None  # process ids with memory on it
+    processes: tuple[int, ...] | None  # process ids with memory on it; inside a container they may be the host's
+    uuid: str | None = None
+    uncorrected_ecc_errors: int | None = None  # since the driver was loaded
+    utilization_percent: int | None = None  # of the last sample period of NVML: part of it in which a kernel ran
+    power_watts: float | None = None
+    temperature_celsius: int | None = None
 
     @property
     def slowdowns(self) -> tuple[str, ...]:
@@ -68,15 +75,66 @@ class Snapshot:
 
 def snapshot() -> Snapshot:
     """Look once. CUDA_VISIBLE_DEVICES does not hide GPUs from NVML: all of the machine are listed."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return Snapshot(driver=None, gpus=(), unavailable=f"no NVML on this machine ({error}): GPU state is unknown")
-    try:
+    with Watch() as watch:
+        return watch.snapshot()
+
+
+class Watch:
+    """NVML, open for many looks. For one thread; a context manager."""
+
+    def __init__(self) -> None:
+        self.unavailable: str | None = None  # why there is no NVML
+        self.xids_unobserved: str | None = None  # why XIDs cannot be heard
+        self._events: Any = None
+
+    def __enter__(self) -> Self:
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            self.unavailable = f"no NVML on this machine ({error}): GPU state is unknown"
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        if self.unavailable is None:
+            if self._events is not None:
+                _ask(pynvml.nvmlEventSetFree, self._events)
+            pynvml.nvmlShutdown()
+
+    def snapshot(self) -> Snapshot:
+        """All GPUs now."""
+        if self.unavailable is not None:
+            return Snapshot(driver=None, gpus=(), unavailable=self.unavailable)
         gpus = tuple(_gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
         return Snapshot(driver=_text(pynvml.nvmlSystemGetDriverVersion()), gpus=gpus)
-    finally:
-        pynvml.nvmlShutdown()
+
+    def listen_for_xids(self) -> None:
+        """From now on `xids` hears of the critical errors of every GPU that can tell; the others go to `xids_unobserved`."""
+        if self.unavailable is not None:
+            self.xids_unobserved = self.unavailable
+            return
+        deaf = []
+        try:
+            self._events = pynvml.nvmlEventSetCreate()
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                try:
+                    pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
+                except pynvml.NVMLError as error:
+                    deaf.append(f"GPU {index}: {error}")
+        except pynvml.NVMLError as error:
+            deaf.append(str(error))
+        self.xids_unobserved = "; ".join(deaf) or None
+
+    def xids(self) -> tuple[str, ...]:
+        """The XIDs since the last call, as sentences."""
+        found = []
+        while self._events is not None:
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, 0)
+            except pynvml.NVMLError:  # a time-out: nothing more is waiting
+                break
+            found.append(f"GPU {_ask(pynvml.nvmlDeviceGetIndex, event.device)}: XID {event.eventData}")
+        return tuple(found)
 
 
 def _gpu(index: int) -> Gpu:
@@ -93,6 +151,13 @@ def _gpu(index: int) -> Gpu:
         sm_clock_max_mhz=_ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
         clock_event_bits=_ask(reasons, handle),
         processes=None if processes is None else tuple(sorted(process.pid for process in processes)),
+        uuid=None if (uuid := _ask(pynvml.nvmlDeviceGetUUID, handle)) is None else _text(uuid),
+        uncorrected_ecc_errors=_ask(
+            pynvml.nvmlDeviceGetTotalEccErrors, handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        ),
+        utilization_percent=None if (rates := _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)) is None else int(rates.gpu),
+        power_watts=None if (power := _ask(pynvml.nvmlDeviceGetPowerUsage, handle)) is None else power / 1000,
+        temperature_celsius=_ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
     )
 
 

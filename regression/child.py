@@ -11,8 +11,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,25 @@ class ChildResult:
     stderr_tail: str
 
 
-def run_json(command: Sequence[str], *, log: Path, timeout_seconds: float) -> ChildResult:
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a command runs: in a directory, with variables beside the environment's, and who is told its process id."""
+
+    directory: Path | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    started: Callable[[int], None] | None = None
+
+
+HERE = Place()
+
+
+def run_json(command: Sequence[str], *, log: Path, timeout_seconds: float, place: Place = HERE) -> ChildResult:
     """Run `command`; its standard error goes to the file `log`. A failing exit code with a result is a result.
 
     Raises ChildFailed when it runs longer than `timeout_seconds`, or ends without a JSON object on its last line.
     """
     started = time.monotonic()
-    returncode, output = _run(command, log=log, timeout_seconds=timeout_seconds)
+    returncode, output = _run(command, log=log, timeout_seconds=timeout_seconds, place=place)
     result = _last_object(output.decode(errors="replace"))
     if result is None:
         raise ChildFailed(_message(command, f"ended with exit code {returncode} and no JSON on its last line", log))
@@ -48,17 +60,27 @@ def run_json(command: Sequence[str], *, log: Path, timeout_seconds: float) -> Ch
     return ChildResult(returncode=returncode, result=result, seconds=time.monotonic() - started, stderr_tail=tail)
 
 
-def run_to_success(command: Sequence[str], *, log: Path, timeout_seconds: float) -> None:
+def run_to_success(command: Sequence[str], *, log: Path, timeout_seconds: float, place: Place = HERE) -> None:
     """Run `command` for what it leaves on disk. Raises ChildFailed on any exit code but 0, or after `timeout_seconds`."""
-    returncode, _ = _run(command, log=log, timeout_seconds=timeout_seconds)
+    returncode, _ = _run(command, log=log, timeout_seconds=timeout_seconds, place=place)
     if returncode != 0:
         raise ChildFailed(_message(command, f"ended with exit code {returncode}", log))
 
 
-def _run(command: Sequence[str], *, log: Path, timeout_seconds: float) -> tuple[int, bytes]:
+def _run(command: Sequence[str], *, log: Path, timeout_seconds: float, place: Place) -> tuple[int, bytes]:
     with log.open("wb") as errors:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True)
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd=place.directory,
+            env={**os.environ, **place.variables},
+        )
         try:
+            if place.started:
+                place.started(child.pid)
             output, _ = child.communicate(timeout=timeout_seconds)
         except subprocess.TimeoutExpired as error:
             how = _end(child)

@@ -1,41 +1,31 @@
-"""One measurement: the result of a fresh process, where it was taken, what is wrong with it, and whether it counts.
+"""One measurement: a fresh process without probes, the machine beside it, and whether its throughput counts.
 
-A *problem* (FX error, recompile, fallback) fails the build. A reason to be *invalid* (throttled, shared machine) makes the
-throughput worthless, neither pass nor fail.
+A *problem* (`regression.laws`) fails the build. A reason to be *invalid* (`regression.validity`) makes the throughput worthless,
+neither pass nor fail.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from dataclasses import dataclass
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
+from dflash.config import Topology
+from diagnostics import environment
+from regression import controls, validity
+from regression.child import HERE, ChildFailed, Place, run_json
+from regression.interval import batch_means
+from regression.sampler import Sampler
+from regression.spec import RunSpec, workers
 
-from diagnostics import environment, gpu
-from regression.child import run_json, run_to_success
-from regression.spec import RunSpec, prepare_commands
-
-REQUIRED_KEYS = (
-    "preset",
-    "engine",
-    "topology",
-    "steps",
-    "tokens",
-    "tokens_per_second",
-    "tokens_per_second_per_device",
-    "loss",
-    "recompiles_after_warmup",
-    "fallbacks",
-    "fx_errors",
-    "checkpoint",
-)
-_COUNTED = {"fx_errors": "FX errors", "recompiles_after_warmup": "recompiles after the warm-up", "fallbacks": "fallbacks"}
-_BUSY_PERCENT = 25.0
-_FOREIGN_GPU_BYTES = 2**30
+ATTEMPTS = 3
+_DERIVED = ("kind", "tokens_per_second", "tokens_per_second_per_device", "problems")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,87 +37,147 @@ class Measurement:
     time: str  # UTC, ISO 8601
     seconds: float  # of the whole process
     returncode: int
-    result: dict[str, Any]
+    result: dict[str, Any]  # its last line; empty where it failed
     fingerprint: dict[str, Any]
     invalid: tuple[str, ...]  # reasons why the throughput does not count
+    failure: dict[str, Any] | None = None  # type and message of what ended a run without a result
+    state: dict[str, Any] = field(default_factory=dict)  # `validity.summary`
+    controls: dict[str, float] = field(default_factory=dict)  # rates of `regression.controls`
+    interval: dict[str, Any] | None = None  # `interval.Interval` of tokens per second per device
+    steps: dict[str, list[float]] = field(default_factory=dict)  # every step: see `dflash.measuring`
 
-    def to_dict(self) -> dict[str, Any]:
-        """The measurement as JSON values."""
-        return dataclasses.asdict(self)
+    def to_record(self) -> dict[str, Any]:
+        """The measurement as a record of the store: JSON values."""
+        rates = {"tokens_per_second": self.tokens_per_second, "tokens_per_second_per_device": self.per_device}
+        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), allow_nan=False))
+        return {"kind": "measurement", **values, **rates}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read back what `to_dict` wrote. Raises TypeError or KeyError on anything else."""
-        return cls(**{**values, "invalid": tuple(values["invalid"])})
+    def from_record(cls, values: dict[str, Any]) -> Self:
+        """Read back what `to_record` wrote. Raises TypeError or KeyError on anything else."""
+        own = {key: value for key, value in values.items() if key not in _DERIVED}
+        return cls(**{**own, "invalid": tuple(values["invalid"])})
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The throughput, None where the run has none."""
-        value = self.result.get("tokens_per_second")
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else None
+        """The throughput over all segments, None where the run has none."""
+        return _positive(self._rates().get("tokens_per_second"))
 
-    def problems(self) -> list[str]:
-        """What fails a build, one sentence each."""
-        missing = [key for key in REQUIRED_KEYS if key not in self.result]
-        found = [f"the result has no {', '.join(missing)}"] if missing else []
-        for key, words in _COUNTED.items():
-            if self.result.get(key, 0) != 0:
-                details = self.result.get("fx_error_messages") if key == "fx_errors" else None
-                found.append(f"{self.result[key]} {words}" + (f": {'; '.join(details)}" if details else ""))
-        if not missing and self.tokens_per_second is None:
-            found.append(f"tokens_per_second is {self.result['tokens_per_second']!r}: nothing was trained")
-        if self.returncode != 0 and not found:
-            found.append(f"the run ended with exit code {self.returncode}")
-        return found
+    @property
+    def per_device(self) -> float | None:
+        """Tokens per second per GPU, or per worker thread on a CPU: the number that is judged."""
+        return _positive(self._rates().get("tokens_per_second_per_device"))
+
+    def _rates(self) -> dict[str, Any]:
+        # Lines of the earlier history have the rate of the whole run only.
+        rates: dict[str, Any] = self.result.get("measure", self.result)
+        return rates
 
 
-def prepare_data(directory: Path, *, timeout_seconds: float) -> Path:
-    """The data of the CPU workload in `directory`, made once and kept: all nights train on the same. Raises ChildFailed."""
-    made = directory / "data.made"
-    if not made.exists():
-        for name, command in zip(("prompts", "prepare"), prepare_commands(directory), strict=True):
-            run_to_success(command, log=directory / f"{name}.log", timeout_seconds=timeout_seconds)
-        made.touch()
-    return directory / "data"
-
-
-def measure(spec: RunSpec, directory: Path, *, timeout_seconds: float) -> Measurement:
-    """Train in a fresh process, writing into the new directory `directory`. Raises ChildFailed when it leaves no result."""
+def measure(
+    spec: RunSpec,
+    directory: Path,
+    *,
+    timeout_seconds: float,
+    place: Place = HERE,
+    baseline_clock_mhz: float | None = None,
+    with_controls: bool = True,
+) -> Measurement:
+    """Measure once, writing into the new directory `directory`. A run that leaves no result is a measurement with a failure."""
     directory.mkdir(parents=True)
-    before, busy = gpu.snapshot(), psutil.cpu_percent(interval=1.0)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    child = run_json(spec.command(directory / "run"), log=directory / "stderr.log", timeout_seconds=timeout_seconds)
-    where = environment.fingerprint()
+    output, log = directory / "run", directory / "stderr.log"
+    started, before = datetime.now(UTC).isoformat(timespec="seconds"), environment.fingerprint()
+    rates = controls.run(spec, directory) if with_controls else {}
+    result: dict[str, Any] = {}
+    returncode, seconds, failure = 1, 0.0, None
+    with Sampler(spec.visible if spec.gpus else None) as sampler:
+        where = dataclasses.replace(place, variables={**place.variables, **spec.variables}, started=sampler.started)
+        try:
+            child = run_json(spec.command(output), log=log, timeout_seconds=timeout_seconds, place=where)
+        except ChildFailed as error:
+            failure = _failure(output, error)
+        else:
+            result, returncode, seconds = child.result, child.returncode, child.seconds
+    shutil.rmtree(output / "checkpoints", ignore_errors=True)
+    segments = result.get("measure", {}).get("segments") or []
+    samples = validity.window(sampler.samples, segments[0]["began"], segments[-1]["ended"]) if segments else []
+    after = environment.fingerprint()
+    key = environment.series_key(before)
+    invalid = [] if failure else validity.run_reasons(
+        result, workers=_workers(result), key_before=key, key_after=environment.series_key(after)
+    )  # fmt: skip
+    if segments:
+        invalid += validity.sample_reasons(
+            sampler.before, samples, num_gpus=spec.gpus, baseline_clock_mhz=baseline_clock_mhz
+        )  # fmt: skip
+    steps = _steps(output)
     return Measurement(
         name=spec.name,
-        series=f"{spec.name} [{environment.series_key(where)}]",
+        series=f"{spec.name} [{key}]",
         time=started,
-        seconds=child.seconds,
-        returncode=child.returncode,
-        result=child.result,
-        fingerprint=where,
-        invalid=tuple(invalid_reasons(spec, before, gpu.snapshot(), busy_percent=busy)),
+        seconds=seconds,
+        returncode=returncode,
+        result=result,
+        fingerprint=before,
+        invalid=tuple(invalid),
+        failure=failure,
+        state={
+            **validity.summary(samples),
+            "xids_unobserved": sampler.xids_unobserved,
+            "controls_unobserved": None
+            if rates or not with_controls
+            else f"the control workloads failed: see {directory / 'controls.log'}",
+        },
+        controls=rates,
+        interval=_interval(steps, result),
+        steps=steps,
     )
 
 
-def invalid_reasons(spec: RunSpec, before: gpu.Snapshot, after: gpu.Snapshot, *, busy_percent: float) -> list[str]:
-    """Why a throughput taken between the two looks does not count. `busy_percent`: CPU use just before the run."""
-    reasons = []
-    if busy_percent > _BUSY_PERCENT:
-        reasons.append(f"other processes used {busy_percent:.0f} % of the CPUs before the run (limit {_BUSY_PERCENT:.0f} %)")
-    if spec.gpus == 0:
-        return reasons
-    if before.unavailable or after.unavailable:
-        reasons.append(before.unavailable or after.unavailable or "")
-    # The look is of the whole machine: NVML numbers GPUs differently from CUDA, so that any of them may be ours.
-    used = [f"GPU {one.index} ({one.memory_used_bytes / 2**30:.0f} GiB)" for one in before.gpus if _in_use(one)]
-    if used:
-        reasons.append(f"memory was in use before the run on {', '.join(used)}")
-    slow = [f"GPU {one.index}: {', '.join(one.slowdowns)}" for one in after.gpus if one.slowdowns]
-    if slow:
-        reasons.append(f"slowed down right after the run: {'; '.join(slow)}")
-    return reasons
+def measure_until_valid(
+    one: Callable[[int], Measurement], *, attempts: int = ATTEMPTS, tell: Callable[[str], None]
+) -> list[Measurement]:
+    """Call `one` with 1, 2, ... until its throughput counts or the run failed, at most `attempts` times. The last one decides."""
+    tried: list[Measurement] = []
+    for attempt in range(1, attempts + 1):
+        tried.append(one(attempt))
+        if tried[-1].failure or not tried[-1].invalid:
+            break
+        tell(f"attempt {attempt} of {attempts} is INVALID: {'; '.join(tried[-1].invalid)}")
+    return tried
 
 
-def _in_use(one: gpu.Gpu) -> bool:
-    return one.memory_used_bytes > _FOREIGN_GPU_BYTES
+def _workers(result: dict[str, Any]) -> list[str]:
+    return workers(Topology.parse(result["topology"])) if "topology" in result else []
+
+
+def _failure(output: Path, error: ChildFailed) -> dict[str, Any]:
+    """What the run wrote about its end, or what the parent saw."""
+    try:
+        written: dict[str, Any] = json.loads((output / "failure.json").read_text())
+    except (OSError, ValueError):
+        return {"type": type(error).__name__, "message": str(error)}
+    return written
+
+
+def _steps(output: Path) -> dict[str, list[float]]:
+    try:
+        steps: dict[str, list[float]] = json.loads((output / "steps.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return steps
+
+
+def _interval(steps: dict[str, list[float]], result: dict[str, Any]) -> dict[str, Any] | None:
+    """The interval of tokens per second per device over the steps of all segments."""
+    devices = result.get("measure", {}).get("num_devices")
+    if not steps or not devices:
+        return None
+    durations = [now - before for before, now in itertools.pairwise([0.0, *steps["end_seconds"]])]
+    chosen = [place for place, segment in enumerate(steps["segment"]) if segment >= 0]
+    found = batch_means([durations[place] for place in chosen], [steps["tokens"][place] / devices for place in chosen])
+    return dataclasses.asdict(found) if found else None
+
+
+def _positive(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and 0 < value < float("inf") else None

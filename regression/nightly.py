@@ -1,123 +1,106 @@
 """Measure once and append to a history: `python -m regression.nightly --output DIR [--gpus N]`.
 
-Fails (exit code 1) on FX errors, recompiles after the warm-up, and fallbacks. Throughput is shown as a ratio to the median of
-the valid nights before it, of the same workload and fingerprint, and not judged yet. Exit codes: 0 fine, 1 failed, 2 bad
-usage, 3 measured but invalid, or fewer than five nights to compare with.
+Decides as `pytest regression/` does, against the earlier nights of the same series. Exit codes: 0 fine, 1 failed, 2 bad usage,
+3 insufficient data: the measurement did not count, or there is no earlier night.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from regression.child import ChildFailed
-from regression.measurement import Measurement, measure, prepare_data
+from regression import baseline, laws
+from regression.decision import decide, points
+from regression.laws import LAWS, Outcome
+from regression.measurement import ATTEMPTS, Measurement, measure, measure_until_valid
 from regression.spec import workload
 from regression.store import Store
 
-MIN_NIGHTS = 5
 _SHOWN_NIGHTS = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What one night decides."""
-
-    status: Literal["fine", "failed", "invalid", "insufficient history"]
-    sentences: tuple[str, ...]
-    ratio: float | None  # throughput to the median of the nights before
-    nights: int  # that it was compared with
-
-    @property
-    def exit_code(self) -> int:
-        """Of the command."""
-        return {"fine": 0, "failed": 1, "invalid": 3, "insufficient history": 3}[self.status]
+COLOURS = {"PASS": "green", "FAIL": "bold red", "INSUFFICIENT": "bold magenta"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare, measure, append, show, decide."""
+    """Measure, append, show, decide."""
     options = _options(arguments)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
     night: Path = options.output / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    try:
+    spec = workload(options.gpus, segments=options.segments, segment_seconds=options.segment_seconds, environment=os.environ)
+    store = Store(options.output / "store")
+    everything, unread = read(store)
+    clock = baseline.clock_mhz([one for one in everything if one.name == spec.name])
+
+    def one(attempt: int) -> Measurement:
         limit: float = options.timeout_seconds
-        data = prepare_data(options.output, timeout_seconds=limit) if options.gpus == 0 else Path()
-        tonight = measure(workload(options.gpus, data=data, steps=options.steps), night, timeout_seconds=limit)
-    except ChildFailed as failure:
-        console.print(f"[bold red]failed:[/] {escape(str(failure))}", highlight=False)
-        return 1
-    store = Store(options.output / "history.jsonl")
-    history, problems = read_series(store, tonight.series)
-    store.append(tonight.to_dict())
-    verdict = judge(tonight, history)
-    for problem in problems:
+        return measure(spec, night / f"attempt-{attempt}", timeout_seconds=limit, baseline_clock_mhz=clock)
+
+    tried = measure_until_valid(one, attempts=options.attempts, tell=lambda text: console.print(escape(text), style="magenta"))
+    for measured in tried:
+        store.add({**measured.to_record(), "problems": laws.problems(measured)})
+    tonight, history = tried[-1], [one for one in everything if one.series == tried[-1].series]
+    for problem in unread:
         console.print(f"[yellow]history:[/] {escape(problem)}", highlight=False)
-    console.print(_table(tonight, history))
-    for sentence in verdict.sentences:
-        console.print(escape(sentence), highlight=False)
-    console.print(f"[bold]{verdict.status}[/]", highlight=False)
-    return verdict.exit_code
+    console.print(_table([*history, *tried]))
+    outcomes = judge(tonight, history)
+    for name, outcome in outcomes.items():
+        console.print(f"[{COLOURS[outcome.kind]}]{outcome.kind}[/] {name}: {escape(outcome.sentence)}", highlight=False)
+    return exit_code(outcomes)
 
 
-def read_series(store: Store, series: str) -> tuple[list[Measurement], list[str]]:
-    """The measurements of one series, the oldest first, and what could not be read."""
-    entries, problems = store.read()
+def judge(tonight: Measurement, history: Sequence[Measurement]) -> dict[str, Outcome]:
+    """Every law and the throughput. A first night has nothing to fall from: insufficient, not failed."""
+    outcomes = {name: law(tonight) for name, law in LAWS.items()}
+    if points(history) or tonight.invalid or tonight.failure:
+        outcomes["throughput"] = decide(tonight, history, record="")
+    else:
+        outcomes["throughput"] = Outcome(kind="INSUFFICIENT", sentence="no earlier night of this series counts")
+    return outcomes
+
+
+def exit_code(outcomes: dict[str, Outcome]) -> int:
+    """Of the command."""
+    kinds = {outcome.kind for outcome in outcomes.values()}
+    return 1 if "FAIL" in kinds else 3 if "INSUFFICIENT" in kinds else 0
+
+
+def read(store: Store) -> tuple[list[Measurement], list[str]]:
+    """All measurements, the oldest first, and what could not be read."""
+    records, unread = store.read()
     measurements = []
-    for entry in entries:
+    for record in records:
+        if record["kind"] != "measurement":
+            continue
         try:
-            measurement = Measurement.from_dict(entry)
+            measurements.append(Measurement.from_record(record))
         except (KeyError, TypeError) as error:
-            problems.append(f"{store.path}: an entry of another version, skipped ({error})")
-        else:
-            if measurement.series == series:
-                measurements.append(measurement)
-    return measurements, problems
-
-
-def judge(tonight: Measurement, history: Sequence[Measurement]) -> Verdict:
-    """Decide about `tonight` with the nights before it."""
-    rates = [night.tokens_per_second for night in history if not night.invalid and not night.problems()]
-    known = [rate for rate in rates if rate is not None]
-    rate = tonight.tokens_per_second
-    ratio = rate / statistics.median(known) if rate is not None and known else None
-    problems = tonight.problems()
-    shown = "no earlier night" if ratio is None else f"{ratio:.3f} of the median of {len(known)} earlier nights"
-    sentences = [
-        *problems,
-        *(f"invalid: {reason}" for reason in tonight.invalid),
-        f"tokens per second: {shown} (shown, not judged)",
-    ]
-    if problems:
-        return Verdict(status="failed", sentences=tuple(sentences), ratio=ratio, nights=len(known))
-    if tonight.invalid:
-        return Verdict(status="invalid", sentences=tuple(sentences), ratio=ratio, nights=len(known))
-    if len(known) < MIN_NIGHTS:
-        sentences.append(f"insufficient history: {len(known)} valid nights of this series, {MIN_NIGHTS} needed")
-        return Verdict(status="insufficient history", sentences=tuple(sentences), ratio=ratio, nights=len(known))
-    return Verdict(status="fine", sentences=tuple(sentences), ratio=ratio, nights=len(known))
+            unread.append(f"a measurement of {record['time']} in another format, skipped ({error})")
+    return measurements, unread
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m regression.nightly", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="holds history.jsonl and one directory a night")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="holds the store and one directory a night")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs to use; 0 (default): the CPU workload")
-    parser.add_argument("--steps", type=int, help="optimizer steps (another number is another series)")
+    parser.add_argument("--segments", type=int, default=3, help="of a measurement (default 3; another number is another series)")
+    parser.add_argument("--segment-seconds", type=float, help="default 60 on GPUs, 5 on a CPU (another length is another series)")
+    parser.add_argument("--attempts", type=int, default=ATTEMPTS, help=f"of an invalid measurement (default {ATTEMPTS})")
     parser.add_argument("--timeout-seconds", type=float, default=3600.0, help="of each process (default 3600)")
     options = parser.parse_args(arguments)
     if options.gpus < 0:
         parser.error(f"--gpus {options.gpus}: use 0 for the CPU workload, or a number of GPUs")
+    seconds = options.segment_seconds
+    if options.attempts < 1 or options.segments < 1 or (seconds is not None and seconds <= 0):
+        parser.error("--attempts, --segments and --segment-seconds: use positive numbers")
     if options.gpus > 0:
         import torch  # noqa: PLC0415 - --help should not wait for it
 
@@ -127,19 +110,17 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _table(tonight: Measurement, history: Sequence[Measurement]) -> Table:
-    table = Table(title=tonight.series, title_justify="left")
+def _table(nights: Sequence[Measurement]) -> Table:
+    table = Table(title=nights[-1].series, title_justify="left")
     for header in ("time (UTC)", "commit", "tok/s", "tok/s per device", "FX errors", "recompiles", "fallbacks", "counts"):
         table.add_column(header)
-    for night in (*history[-_SHOWN_NIGHTS:], tonight):
+    for night in nights[-_SHOWN_NIGHTS:]:
         git = night.fingerprint.get("git") or {}
         commit = f"{str(git.get('commit', 'none'))[:9]}{' +changes' if git.get('dirty') else ''}"
-        numbers = [night.result.get(key) for key in ("tokens_per_second", "tokens_per_second_per_device")]
-        rates = [f"{number:,.0f}" if isinstance(number, int | float) else "none" for number in numbers]
+        rates = ["none" if rate is None else f"{rate:,.0f}" for rate in (night.tokens_per_second, night.per_device)]
         counts = [str(night.result.get(key, "none")) for key in ("fx_errors", "recompiles_after_warmup", "fallbacks")]
-        table.add_row(
-            night.time[:19], commit, *rates, *counts, "invalid" if night.invalid else "failed" if night.problems() else "yes"
-        )
+        word = "invalid" if night.invalid else "failed" if laws.problems(night) else "yes"
+        table.add_row(night.time[:19], commit, *rates, *counts, word)
     return table
 
 

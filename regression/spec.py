@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,43 +11,98 @@ from dflash.config import ConfigError, Topology
 
 CPU_PRESET = "tiny-cpu"
 GPU_PRESET = "qwen3-8b"  # the real shape with random weights and tokens: throughput needs no trained ones
-CPU_STEPS = 20
-GPU_STEPS = 100
+SEGMENTS = 3
+CPU_SEGMENT_SECONDS = 5.0
+GPU_SEGMENT_SECONDS = 60.0
+CPU_PROBED_STEPS = 4
+GPU_PROBED_STEPS = 20
+_CPU_OVERRIDES = (  # many short steps in a segment
+    *("--data.path", "synthetic:64", "--data.sequence-length", "128"),
+    *("--data.rows-per-batch", "1", "--data.num-anchors", "16"),
+)
+_ENDLESS = 1_000_000_000  # steps: a measuring run ends after its segments
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One training run. Two runs are of one series only if their `name` is the same."""
+    """One workload. Two runs are of one series only if their `name` is the same."""
 
     preset: str
     gpus: int
-    steps: int
-    overrides: tuple[str, ...] = ()  # further flags of `python -m dflash train`
+    segments: int = SEGMENTS
+    segment_seconds: float
+    overrides: tuple[str, ...] = ()  # further flags of `python -m dflash train`, implied by the name
+    planted: tuple[str, ...] = ()  # flags that are not part of the name: a planted slowdown belongs to the series it slows
+    visible: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES names: indices or UUIDs
+    python: str = sys.executable
 
     def __post_init__(self) -> None:
-        if self.gpus < 0 or self.steps < 1:
+        if self.gpus < 0 or self.segments < 1 or self.segment_seconds <= 0:
             raise ConfigError(
-                f"a run of {self.steps} steps on {self.gpus} GPUs: use at least 1 step and 0 GPUs (the CPU workload)"
+                f"{self.segments} segments of {self.segment_seconds} s on {self.gpus} GPUs: use at least 1 segment, a positive "
+                f"length and 0 GPUs (the CPU workload)"
             )
 
     @property
     def name(self) -> str:
         """The workload in words; part of a series."""
         where = f"{self.gpus} GPU{'s' if self.gpus != 1 else ''}" if self.gpus else "CPU"
-        return f"{self.preset} on {where}, {self.steps} steps"
+        return f"{self.preset} on {where}, {self.segments} x {self.segment_seconds:g} s"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Pins the run to its GPUs, numbered as NVML numbers them; the CPU workload sees none."""
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(self.visible)}
 
     def command(self, output: Path) -> list[str]:
-        """The run as a command of this Python, writing into the new directory `output`."""
-        flags = ("--preset", self.preset, "--output", str(output), "--optim.steps", str(self.steps), *self.overrides)
-        return [sys.executable, "-m", "dflash", "train", *flags]
+        """The measuring run as a command, writing into the new directory `output`."""
+        segments = ("--measure.segments", str(self.segments), "--measure.segment-seconds", str(self.segment_seconds))
+        return [*self._train(output, steps=_ENDLESS), "--measure", *segments, *self.planted]
+
+    def probed_command(self, output: Path, report: Path) -> list[str]:
+        """The same training under `diagnostics.fxprobe`, for a few steps; findings go to the file `report`."""
+        train = self._train(output, steps=GPU_PROBED_STEPS if self.gpus else CPU_PROBED_STEPS)
+        probe = ("-m", "diagnostics.fxprobe", "--json", str(report), "--progress", "0", "--")
+        return [train[0], *probe, *train[1:], "--checkpoint.no-keep-untrained"]
+
+    def _train(self, output: Path, *, steps: int) -> list[str]:
+        flags = ("--preset", self.preset, "--output", str(output), "--optim.steps", str(steps), "--telemetry.wandb", "off")
+        return [self.python, "-m", "dflash", "train", *flags, *self.overrides]
 
 
-def workload(gpus: int, *, data: Path, steps: int | None = None) -> RunSpec:
-    """The standard run for `gpus` GPUs. `data` is what `prepare_commands` made; only the CPU workload reads it."""
+def workload(
+    gpus: int,
+    *,
+    segments: int = SEGMENTS,
+    segment_seconds: float | None = None,
+    planted: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> RunSpec:
+    """The standard run for `gpus` GPUs, the first of those that CUDA_VISIBLE_DEVICES in `environment` names."""
     if gpus == 0:
-        return RunSpec(preset=CPU_PRESET, gpus=0, steps=steps or CPU_STEPS, overrides=("--data.path", str(data)))
-    overrides = () if gpus == 1 else ("--topology", str(topology(gpus)), "--devices", "cuda")
-    return RunSpec(preset=GPU_PRESET, gpus=gpus, steps=steps or GPU_STEPS, overrides=overrides)
+        seconds = CPU_SEGMENT_SECONDS if segment_seconds is None else segment_seconds
+        return RunSpec(
+            preset=CPU_PRESET, gpus=0, segments=segments, segment_seconds=seconds, overrides=_CPU_OVERRIDES, planted=planted
+        )
+    return RunSpec(
+        preset=GPU_PRESET,
+        gpus=gpus,
+        segments=segments,
+        segment_seconds=GPU_SEGMENT_SECONDS if segment_seconds is None else segment_seconds,
+        overrides=() if gpus == 1 else ("--topology", str(topology(gpus)), "--devices", "cuda"),
+        planted=planted,
+        visible=visible_gpus(gpus, (environment or {}).get("CUDA_VISIBLE_DEVICES")),
+    )
+
+
+def visible_gpus(gpus: int, visible: str | None) -> tuple[str, ...]:
+    """The GPUs to pin a run to. Raises ConfigError when CUDA_VISIBLE_DEVICES names fewer."""
+    if visible is None:
+        return tuple(str(index) for index in range(gpus))
+    named = tuple(name.strip() for name in visible.split(",") if name.strip())
+    if len(named) < gpus:
+        raise ConfigError(f"needs {gpus} GPUs, CUDA_VISIBLE_DEVICES={visible} names {len(named)}: name more, or use fewer")
+    return named[:gpus]
 
 
 def topology(gpus: int) -> Topology:
@@ -57,11 +113,6 @@ def topology(gpus: int) -> Topology:
     return Topology(gpus - drafters, drafters)
 
 
-def prepare_commands(directory: Path) -> list[list[str]]:
-    """The commands that make the data of the CPU workload in `directory / "data"`, always the same."""
-    prompts = directory / "prompts.jsonl"
-    make = ("fixtures.stdlib_text", "--count", "40", "--split", "train", "--output", str(prompts))
-    target = ("--target.path", "fixtures/tiny_target/model", "--target.dtype", "float32")
-    lengths = ("--max-new-tokens", "96", "--heldout-fraction", "0.1")
-    prepare = ("dflash", "prepare", "--prompts", str(prompts), "--output", str(directory / "data"), *target, *lengths)
-    return [[sys.executable, "-m", *make], [sys.executable, "-m", *prepare]]
+def workers(topology: Topology) -> list[str]:
+    """The names of all workers of a run: each must appear in every segment."""
+    return [f"target-{i}" for i in range(topology.targets)] + [f"drafter-{i}" for i in range(topology.drafters)]

@@ -1,133 +1,189 @@
-"""Laws of measurements: what a run is, what fails a build, what makes a number worthless."""
+"""Laws of one real measurement, shared by all tests here, and of what it is made from."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tyro
+from helpers_regression import measurement
 
-from dflash.config import ConfigError, RunConfig, Topology
+from dflash.config import ConfigError, MeasureConfig, RunConfig, Topology
 from dflash.presets import preset
-from diagnostics.gpu import Gpu, Snapshot
-from regression.measurement import REQUIRED_KEYS, Measurement, invalid_reasons
-from regression.spec import RunSpec, prepare_commands, topology, workload
+from regression import controls, laws
+from regression.interval import batch_means, lag_one
+from regression.measurement import Measurement, measure
+from regression.spec import RunSpec, topology, visible_gpus, workers, workload
+from regression.store import Store
 
-# The last line of a real run of the preset tiny-cpu, shortened to what is read.
-RECORDED: dict[str, Any] = json.loads(
-    '{"preset": "tiny-cpu", "engine": "threads", "topology": "1t+2d", "steps": 12, "tokens": 22030, "tokens_per_second": 434.4,'
-    ' "tokens_per_second_per_device": 144.8, "loss": 2.969, "recompiles_after_warmup": 0, "graph_breaks": 0, "fallbacks": 0,'
-    ' "fx_errors": 0, "fx_error_messages": [], "checkpoint": "run/checkpoints/step-000012"}'
-)
+SPEC = workload(0, segments=2, segment_seconds=1.0)
 
 
-def measurement(*, returncode: int = 0, invalid: tuple[str, ...] = (), **changes: Any) -> Measurement:
-    return Measurement(
-        name="tiny-cpu on CPU, 12 steps", series="s", time="2026-01-01T00:00:00+00:00", seconds=60.0, returncode=returncode,
-        result={**RECORDED, **changes}, fingerprint={"git": None}, invalid=invalid,
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
+    return measure(SPEC, tmp_path_factory.mktemp("real") / "one", timeout_seconds=280.0)
 
 
-def test_a_recorded_run_has_no_problem() -> None:
-    assert measurement().problems() == []
-    assert measurement().tokens_per_second == 434.4
+def test_a_real_measurement_holds_every_law(measured: Measurement) -> None:
+    assert measured.failure is None
+    assert laws.problems(measured) == []
+    assert measured.name == "tiny-cpu on CPU, 2 x 1 s"
 
 
-@pytest.mark.parametrize("key", ["fx_errors", "recompiles_after_warmup", "fallbacks"])
-def test_what_must_not_happen_is_a_problem(key: str) -> None:
-    (problem,) = measurement(**{key: 3}, returncode=1).problems()
-    assert problem.startswith("3 ")
+def test_a_real_measurement_has_its_numbers(measured: Measurement) -> None:
+    segments = measured.result["measure"]["segments"]
+    assert measured.per_device is not None
+    assert measured.per_device == pytest.approx(
+        sum(s["tokens"] for s in segments) / sum(s["seconds"] for s in segments) / 3
+    )  # 1t+2d
+    assert measured.steps["segment"].count(1) == segments[1]["steps"]
+    assert measured.controls.keys() == {"numpy_matmul_gflops", "numpy_copy_gb_per_second"}
+    assert all(rate > 0 for rate in measured.controls.values())
+    assert measured.state["samples"] >= 1
+    assert 0 <= measured.state["foreign_cpu_share"] <= 1
 
 
-@pytest.mark.parametrize("key", REQUIRED_KEYS)
-def test_a_missing_number_is_a_problem(key: str) -> None:
-    result = {name: value for name, value in RECORDED.items() if name != key}
-    (problem,) = dataclasses.replace(measurement(), result=result).problems()
-    assert problem == f"the result has no {key}"
+def test_a_real_measurement_goes_through_the_store_unchanged(measured: Measurement, tmp_path: Path) -> None:
+    Store(tmp_path).add({**measured.to_record(), "problems": laws.problems(measured)})
+    (record,), problems = Store(tmp_path).read(measured.series)
+    assert (Measurement.from_record(record), problems) == (measured, [])
+    frame, _ = Store(tmp_path).frame()
+    assert frame["tokens_per_second_per_device"][0] == measured.per_device
 
 
-@pytest.mark.parametrize("value", [0, -1.0, None, float("nan"), "434"])
-def test_a_throughput_that_is_no_positive_number_is_a_problem(value: object) -> None:
-    assert measurement(tokens_per_second=value).tokens_per_second is None
-    assert len(measurement(tokens_per_second=value).problems()) == 1
+def test_a_run_without_result_is_a_measurement_with_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controls, "run", lambda *_: {})
+    spec = RunSpec(preset="tiny-cpu", gpus=0, segment_seconds=1.0, overrides=("--no-such-flag",))
+    found = measure(spec, tmp_path / "one", timeout_seconds=200.0)
+    assert found.failure is not None
+    assert "no-such-flag" in found.failure["message"]
+    assert (found.per_device, found.result, found.interval) == (None, {}, None)
 
 
-def test_a_failing_exit_code_without_another_reason_is_a_problem() -> None:
-    assert measurement(returncode=1).problems() == ["the run ended with exit code 1"]
+def test_a_line_of_the_earlier_history_has_the_rate_of_its_whole_run() -> None:
+    old = {"name": "n", "series": "s", "time": "t", "seconds": 1.0, "returncode": 0, "fingerprint": {}, "invalid": []}
+    one = Measurement.from_record({**old, "result": {"tokens_per_second": 434.4, "tokens_per_second_per_device": 144.8}})
+    assert (one.tokens_per_second, one.per_device) == (434.4, 144.8)
 
 
-def test_a_measurement_survives_json() -> None:
-    one = measurement(invalid=("busy",))
-    assert Measurement.from_dict(json.loads(json.dumps(one.to_dict()))) == one
-
-
-def gpu(**changes: Any) -> Gpu:
-    values: dict[str, Any] = {
-        "index": 0, "name": "NVIDIA H200", "memory_total_bytes": 150 * 10**9, "memory_used_bytes": 0, "sm_clock_mhz": 1980,
-        "sm_clock_max_mhz": 1980, "clock_event_bits": 0x4, "processes": (),
-    }  # fmt: skip
-    return Gpu(**{**values, **changes})
-
-
-def reasons(gpus: int, *, before: Gpu | None = None, after: Gpu | None = None, busy_percent: float = 0.0) -> list[str]:
-    looks = [Snapshot(driver="570.1", gpus=(one or gpu(),)) for one in (before, after)]
-    spec = RunSpec(preset="p", gpus=gpus, steps=1)
-    return invalid_reasons(spec, *looks, busy_percent=busy_percent)
-
-
-def test_a_quiet_machine_is_valid() -> None:
-    assert reasons(1) == []
-
-
-def test_a_busy_machine_is_invalid() -> None:
-    assert len(reasons(0, busy_percent=60.0)) == 1
-
-
-def test_a_gpu_that_somebody_uses_is_invalid_for_gpu_runs_only() -> None:
-    used = gpu(memory_used_bytes=5 * 2**30)
-    (reason,) = reasons(1, before=used)
-    assert "GPU 0 (5 GiB)" in reason
-    assert reasons(0, before=used) == []
-
-
-def test_a_throttled_gpu_is_invalid() -> None:
-    (reason,) = reasons(1, after=gpu(clock_event_bits=0x40))
-    assert "hardware thermal slowdown" in reason
-
-
-def test_a_gpu_run_that_nvml_cannot_see_is_invalid() -> None:
-    unseen = Snapshot(driver=None, gpus=(), unavailable="no NVML on this machine")
-    assert invalid_reasons(RunSpec(preset="p", gpus=1, steps=1), unseen, unseen, busy_percent=0.0) == ["no NVML on this machine"]
+@pytest.mark.parametrize("value", [0, -1.0, None, float("nan"), float("inf"), "434"])
+def test_a_throughput_that_is_no_positive_number_is_none(value: Any) -> None:
+    one = measurement()
+    one.result["measure"]["tokens_per_second_per_device"] = value
+    assert one.per_device is None
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
 def test_the_command_of_a_workload_is_one_that_the_trainer_accepts(gpus: int) -> None:
-    spec = workload(gpus, data=Path("somewhere"), steps=7)
+    spec = workload(gpus, segments=4, segment_seconds=7.0, planted=("--measure.burn-share", "0.1"))
     _, *command = spec.command(Path("out"))
     assert command[:3] == ["-m", "dflash", "train"]
     config = tyro.cli(RunConfig, default=preset(spec.preset), args=command[3:])
-    assert (config.preset, config.optim.steps, config.output) == (spec.preset, 7, Path("out"))
+    assert config.measure == MeasureConfig(on=True, segments=4, segment_seconds=7.0, burn_share=0.1)
+    assert (config.preset, config.output, config.telemetry.wandb) == (spec.preset, Path("out"), "off")
     used = Topology.parse(config.topology)
     assert gpus <= 1 or used.targets + used.drafters == gpus
-    assert (config.data.path == Path("somewhere")) == (gpus == 0)
+    assert str(config.data.path).startswith("synthetic:")
+
+
+def test_the_probed_command_trains_the_same_workload_without_measuring() -> None:
+    spec = workload(0)
+    command = spec.probed_command(Path("out"), Path("report.json"))
+    train = command[command.index("--") + 1 :]
+    assert train[:3] == ["-m", "dflash", "train"]
+    config = tyro.cli(RunConfig, default=preset(spec.preset), args=train[3:])
+    measuring = tyro.cli(RunConfig, default=preset(spec.preset), args=spec.command(Path("out"))[4:])
+    assert not config.measure.on
+    assert (config.data, config.drafter, config.topology) == (measuring.data, measuring.drafter, measuring.topology)
+
+
+def test_a_planted_slowdown_belongs_to_the_series_that_it_slows() -> None:
+    assert workload(0, planted=("--measure.burn-share", "0.1")).name == workload(0).name
+    names = {workload(gpus, segments=n, segment_seconds=s).name for gpus in (0, 1) for n in (2, 3) for s in (1.0, 2.0)}
+    assert len(names) == 8
+
+
+def test_runs_are_pinned_to_the_first_of_the_visible_gpus() -> None:
+    assert workload(0).variables["CUDA_VISIBLE_DEVICES"] == ""
+    assert workload(2, environment={"CUDA_VISIBLE_DEVICES": "3, 5,7"}).variables["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert visible_gpus(2, None) == ("0", "1")
+    with pytest.raises(ConfigError, match="needs 4 GPUs, CUDA_VISIBLE_DEVICES=GPU-a names 1"):
+        visible_gpus(4, "GPU-a")
+
+
+@pytest.mark.parametrize("change", [{"gpus": -1}, {"segments": 0}, {"segment_seconds": 0.0}])
+def test_impossible_workloads_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="use at least 1 segment"):
+        RunSpec(**{"preset": "p", "gpus": 0, "segment_seconds": 1.0, **change})
+    with pytest.raises(ConfigError):
+        workload(**{"gpus": 0, **change})
 
 
 def test_gpus_are_split_five_to_three() -> None:
     assert [str(topology(gpus)) for gpus in (2, 4, 8)] == ["1t+1d", "2t+2d", "5t+3d"]
+    assert workers(topology(4)) == ["target-0", "target-1", "drafter-0", "drafter-1"]
     with pytest.raises(ConfigError, match="1 GPUs cannot hold"):
         topology(1)
 
 
-def test_steps_and_gpus_are_part_of_the_name_of_a_series() -> None:
-    names = {workload(gpus, data=Path(), steps=steps).name for gpus in (0, 1) for steps in (5, 6)}
-    assert len(names) == 4
+def test_independent_steps_give_the_interval_of_students_t() -> None:
+    generator = random.Random(1)
+    hits = 0
+    for _ in range(300):
+        seconds = [1 / generator.gauss(100.0, 5.0) for _ in range(20)]
+        found = batch_means(seconds, [1.0] * 20)
+        assert found is not None
+        hits += found.low is not None and found.high is not None and found.low <= 100.0 <= found.high
+    assert hits >= 275  # 95 % of 300 are 285; the autocorrelation is estimated, so intervals are a little wide
 
 
-def test_data_is_always_made_by_the_same_commands(tmp_path: Path) -> None:
-    make, prepare = prepare_commands(tmp_path)
-    assert make[1:3] == ["-m", "fixtures.stdlib_text"]
-    assert prepare[1:4] == ["-m", "dflash", "prepare"]
-    assert prepare_commands(tmp_path) == [make, prepare]
+def test_correlated_steps_count_for_less() -> None:
+    slow_then_fast = [0.02] * 100 + [0.01] * 100
+    alternating = [0.02, 0.01] * 100
+    correlated, independent = (batch_means(seconds, [1.0] * 200) for seconds in (slow_then_fast, alternating))
+    assert correlated is not None
+    assert independent is not None
+    assert correlated.n_eff < 4
+    assert independent.n_eff == 20
+    assert independent.rho == 0.0
+
+
+def test_too_few_steps_have_no_interval() -> None:
+    assert batch_means([1.0] * 3, [1.0] * 3) is None
+    constant = batch_means([1.0] * 8, [5.0] * 8)
+    assert constant is not None
+    assert (constant.low, constant.high) == (5.0, 5.0)
+    assert lag_one([1.0, 1.0]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rate", "control", "same_method", "cause"),
+    [
+        (99.0, 50.0, True, "noise"),
+        (90.0, 50.0, True, "code"),
+        (90.0, 45.0, True, "hardware"),
+        (90.0, 47.0, True, "hardware"),
+        (90.0, 48.5, True, "code"),  # the control moved by far less
+        (90.0, 60.0, True, "code"),  # the other way
+        (110.0, 56.0, True, "hardware"),
+        (90.0, 50.0, False, "method"),
+    ],
+)
+def test_a_change_is_put_down_to_what_moved_with_it(rate: float, control: float, same_method: bool, cause: str) -> None:
+    earlier = [(value, {"matmul": value / 2}) for value in (99.0, 100.0, 101.0)]
+    assert controls.put_down_to(rate, {"matmul": control, "new": 1.0}, earlier, same_method=same_method) == cause
+
+
+def test_the_controls_print_positive_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert controls.main([]) == 0
+    rates = json.loads(capsys.readouterr().out)
+    assert rates.keys() == {"numpy_matmul_gflops", "numpy_copy_gb_per_second"}
+    assert min(rates.values()) > 0
+
+
+def test_controls_that_fail_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controls.sys, "executable", "false")
+    assert controls.run(SPEC, tmp_path) == {}

@@ -1,0 +1,64 @@
+"""A planted slowdown: burns a known share of the time after every optimizer step, to see that a drop is noticed."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+
+import torch
+
+
+class Burner:
+    """After every step, as much standing still or useless work as makes `share` of the whole time.
+
+    On CPUs the interpreter stands still: the thread sleeps with the GIL, and no other Python thread goes on. GPUs run what is
+    already queued, so there every GPU of the run gets bf16 matmuls that fill it for that long, and the leader waits for them.
+    Known limit: a GPU that the run leaves idle for part of the time hides that part of its matmuls.
+    """
+
+    def __init__(self, share: float, devices: Sequence[torch.device]) -> None:
+        self.seconds = 0.0  # burned so far
+        self._share = share
+        self._gpus = sorted({device for device in devices if device.type == "cuda"}, key=str)
+        self._matrices: dict[torch.device, torch.Tensor] = {}
+        self._matmul_seconds: dict[torch.device, float] = {}
+        self._ended = time.perf_counter()
+
+    def prepare(self) -> None:
+        """Time one matmul on every idle GPU. The first step begins now."""
+        for device in self._gpus:
+            self._matrices[device] = matrix = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=device)
+            for count in (10, 50):  # the first round warms up
+                started = self._run(device, matrix, count)
+            self._matmul_seconds[device] = (time.perf_counter() - started) / 50
+        self._ended = time.perf_counter()
+
+    def after_step(self) -> None:
+        """Burn for `share / (1 - share)` of the time since the last burn."""
+        started = time.perf_counter()
+        seconds = (started - self._ended) * self._share / (1 - self._share)
+        for device in self._gpus:
+            with torch.cuda.device(device):
+                for _ in range(round(seconds / self._matmul_seconds[device])):
+                    torch.mm(self._matrices[device], self._matrices[device])
+        for device in self._gpus:
+            torch.cuda.current_stream(device).synchronize()
+        if not self._gpus:
+            _stand_still(seconds)
+        self._ended = time.perf_counter()
+        self.seconds += self._ended - started
+
+    @staticmethod
+    def _run(device: torch.device, matrix: torch.Tensor, count: int) -> float:
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(count):
+            torch.mm(matrix, matrix)
+        torch.cuda.synchronize(device)
+        return started
+
+
+def _stand_still(seconds: float) -> None:
+    library = ctypes.PyDLL(None)  # calls of a PyDLL keep the GIL
+    library.usleep(ctypes.c_uint(round(seconds * 1e6)))

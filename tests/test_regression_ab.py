@@ -1,0 +1,171 @@
+"""Laws of comparing two commits: real git, real processes, a `dflash` that only pretends to train."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers_regression import failed, measurement
+
+from regression import ab, sampler, validity
+from regression.ab import Pair, Pairs, Side, SideError, baseline_side, dependencies_hash, environment_of
+from regression.measurement import Measurement
+
+# Prints what a measuring run prints; its throughput is the number in rate.txt of the code that runs.
+TRAINER = """
+import json, os, pathlib, sys, time
+if "--measure" not in sys.argv or not pathlib.Path("can_measure").exists():
+    sys.exit("Unrecognized options: --measure")
+rate, began = float(pathlib.Path(__file__).parent.parent.joinpath("rate.txt").read_text()), time.time()
+time.sleep(0.3)
+workers = [{"worker": name, "items": 1} for name in ("target-0", "drafter-0")]
+segment = {"began": began, "ended": time.time(), "compiles": 0, "workers": workers}
+measure = {"incomplete": None, "segments": [segment], "num_devices": 2, "tokens_per_second": rate,
+           "tokens_per_second_per_device": rate}
+print(json.dumps({"topology": "1t+1d", "measure": measure, "python": sys.executable}))
+"""
+
+
+def git(root: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    done = subprocess.run(("git", *who, *arguments), cwd=root, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two commits: tagged `old` with 200 tok/s, and 100 tok/s in the working tree."""
+    root = tmp_path / "repository"
+    (root / "dflash").mkdir(parents=True)
+    (root / "dflash" / "__init__.py").touch()
+    (root / "dflash" / "__main__.py").write_text(TRAINER)
+    (root / "pyproject.toml").write_text('[project]\nname = "p"\ndependencies = ["a>=1"]\n')
+    (root / "constraints.txt").write_text("# pins\na==1.0\n")
+    git(root, "init", "-q", "-b", "main")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "cannot measure")
+    git(root, "tag", "ancient")
+    (root / "can_measure").touch()
+    (root / "rate.txt").write_text("200")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "old")
+    git(root, "tag", "old")
+    (root / "rate.txt").write_text("100")
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sampler, "INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr(validity, "FOREIGN_CPU_SHARE", 1.0)  # other tests run beside
+    return root
+
+
+def test_each_side_runs_its_own_code_and_every_pair_is_a_line(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = ab.main(["--baseline", "old", "--pairs", "2", "--output", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")])
+    told = capsys.readouterr()
+    assert code == 0, told.err
+    lines = [json.loads(line) for line in told.out.splitlines()]
+    assert lines == [{"number": number, "baseline": 200.0, "candidate": 100.0} for number in (1, 2)]
+    segments = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert segments == ["000-baseline", "001-candidate", "002-candidate", "003-baseline"]
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+
+def test_a_commit_that_cannot_measure_is_told(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert repository.exists()
+    assert ab.main(["--baseline", "ancient", "--output", str(tmp_path / "out")]) == 1
+    assert "This commit cannot measure yet: choose a later one" in capsys.readouterr().err
+
+
+def test_a_commit_that_does_not_exist_is_told(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(SideError, match="'nothing' is no commit"), baseline_side("nothing", root=repository, cache=tmp_path):
+        pass
+
+
+def test_the_worktree_is_removed_also_after_a_failure(repository: Path, tmp_path: Path) -> None:
+    def fail() -> None:
+        with baseline_side("old", root=repository, cache=tmp_path) as side:
+            assert (side.directory / "rate.txt").read_text() == "200"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+
+def test_the_environment_is_shared_as_long_as_both_ask_for_the_same(repository: Path, tmp_path: Path) -> None:
+    with baseline_side("old", root=repository, cache=tmp_path / "cache") as side:
+        assert side.python == sys.executable
+        (repository / "constraints.txt").write_text("# other words\na==1.0\n")
+        assert dependencies_hash(repository) == dependencies_hash(side.directory)
+        (repository / "constraints.txt").write_text("a==1.1\n")
+        assert dependencies_hash(repository) != dependencies_hash(side.directory)
+
+
+def test_other_packages_get_an_environment_made_once(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = tmp_path / "cache" / dependencies_hash(repository)
+    (repository / "constraints.txt").write_text("a==2\n")
+    commands: list[list[str]] = []
+
+    def install(command: list[str]) -> None:
+        commands.append(command)
+        environment.mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(ab, "_install", install)
+    with baseline_side("old", root=repository, cache=tmp_path / "cache") as side:
+        again = environment_of(side.directory, root=repository, cache=tmp_path / "cache")
+    assert side.python == again == str(environment / "bin" / "python")
+    assert [command[-1] for command in commands] == [str(environment), "a>=1"]
+    assert commands[1][0] == side.python
+
+
+SIDES = (Side(name="baseline", directory=Path("b"), python="p"), Side(name="candidate", directory=Path("c"), python="p"))
+
+
+def pairs_of(measured: dict[str, list[Measurement]], order: list[str], told: list[str]) -> Pairs:
+    def segment(side: Side, number: int) -> Measurement:
+        assert number == len(order)
+        order.append(side.name)
+        return measured[side.name].pop(0)
+
+    return Pairs(SIDES, segment, tell=told.append)
+
+
+def test_pairs_alternate_and_go_on_where_they_stopped() -> None:
+    order: list[str] = []
+    rates = {
+        name: [measurement(per_device=base + n) for n in range(3)] for name, base in (("baseline", 10.0), ("candidate", 20.0))
+    }
+    pairs = pairs_of(rates, order, [])
+    assert list(pairs(1)) == [Pair(number=1, baseline=10.0, candidate=20.0)]
+    assert list(pairs(2)) == [Pair(number=2, baseline=11.0, candidate=21.0), Pair(number=3, baseline=12.0, candidate=22.0)]
+    assert "".join(name[0] for name in order) == "bccbbc"
+
+
+def test_an_invalid_segment_is_measured_again_and_a_hopeless_pair_is_given_up() -> None:
+    told: list[str] = []
+    busy = measurement(invalid=("busy",))
+    one, two = measurement(per_device=1.0), measurement(per_device=2.0)
+    pairs = pairs_of({"baseline": [busy, one, busy, busy, busy, one], "candidate": [two, two, two]}, [], told)
+    assert list(pairs(3)) == [Pair(number=1, baseline=1.0, candidate=2.0), Pair(number=3, baseline=1.0, candidate=2.0)]
+    assert len(pairs.given_up) == 1
+    assert sum("INVALID: busy" in line for line in told) == 4
+
+
+def test_a_side_that_does_not_run_ends_the_comparison() -> None:
+    pairs = pairs_of({"baseline": [failed("ChildFailed", "no")], "candidate": []}, [], [])
+    with pytest.raises(SideError, match="the baseline in b failed, ChildFailed: no"):
+        list(pairs(1))
+
+
+@pytest.mark.parametrize("change", [["--pairs", "0"], ["--gpus", "-1"], ["--segment-seconds", "0"], ["--output", "."]])
+def test_bad_usage_is_told(change: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    arguments: Any = ["--baseline", "x", *change]
+    with pytest.raises(SystemExit) as stop:
+        ab.main(arguments)
+    assert stop.value.code == 2

@@ -1,0 +1,189 @@
+"""Laws about the laws: each planted fault fails its own item, and what cannot be told is never a pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from helpers_regression import SERIES, failed, measurement, result, steps
+
+from regression import baseline, laws
+from regression.baseline import BaselineError
+from regression.decision import Point, decide, points, provisional
+from regression.laws import LAWS
+from regression.measurement import Measurement, measure_until_valid
+
+RECOMPILED = failed("RecompileError", "compiled after warm-up:\n- forward (drafter.py:1) in thread drafter-0: size mismatch")
+BYPASSED = failed("RecompileError", "compiled code was bypassed:\n1 of 9 calls of compiled functions ran no compiled graph")
+NESTED = failed("RuntimeError", "Detected that you are using FX to symbolically trace a dynamo-optimized function.")
+KILLED = failed("ChildFailed", "ended with exit code -9 and no JSON")
+
+
+def kinds(measured: Measurement) -> dict[str, str]:
+    return {name: law(measured).kind for name, law in LAWS.items()}
+
+
+def test_a_clean_run_passes_every_law() -> None:
+    assert set(kinds(measurement()).values()) == {"PASS"}
+    assert laws.problems(measurement()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "law"), [("fx_errors", "fx_errors"), ("recompiles_after_warmup", "recompiles"), ("fallbacks", "fallbacks")]
+)
+def test_a_counted_fault_fails_its_own_law_only(key: str, law: str) -> None:
+    found = kinds(measurement(result=result(**{key: 3}), returncode=1))
+    assert [name for name, kind in found.items() if kind != "PASS"] == [law]
+
+
+@pytest.mark.parametrize(("measured", "law"), [(RECOMPILED, "recompiles"), (BYPASSED, "fallbacks"), (NESTED, "fx_errors")])
+def test_a_fault_that_ended_the_run_fails_its_own_law_and_leaves_the_others_open(measured: Measurement, law: str) -> None:
+    found = kinds(measured)
+    assert {name for name, kind in found.items() if kind == "FAIL"} == {law, "reported"}
+    assert {kind for name, kind in found.items() if name not in (law, "reported")} == {"INSUFFICIENT"}
+    assert measured.failure is not None
+    assert measured.failure["message"] in LAWS[law](measured).sentence
+
+
+def test_a_run_that_was_killed_confirms_no_law() -> None:
+    assert "PASS" not in kinds(KILLED).values()
+
+
+@pytest.mark.parametrize("key", laws.REQUIRED_KEYS)
+def test_a_missing_number_fails(key: str) -> None:
+    values = {name: value for name, value in result().items() if name != key}
+    assert kinds(measurement(result=values))["reported"] == "FAIL"
+    assert "PASS" not in {kinds(measurement(result={})).get(name) for name in ("fx_errors", "recompiles", "fallbacks")}
+
+
+def test_a_failing_exit_code_without_another_reason_fails() -> None:
+    assert kinds(measurement(returncode=1))["reported"] == "FAIL"
+
+
+@pytest.mark.parametrize(("rise_mib", "kind"), [(0, "PASS"), (60, "PASS"), (70, "FAIL")])
+def test_memory_may_rise_by_5_percent_or_64_mib(rise_mib: int, kind: str) -> None:
+    bytes_in_use = [600.0 * 2**20] * 15 + [(600.0 + rise_mib) * 2**20] * 10
+    assert laws.memory(measurement(steps=steps(bytes_in_use))).kind == kind
+
+
+def test_memory_of_the_warm_up_does_not_count_and_one_peak_is_no_rise() -> None:
+    bytes_in_use = [2**20 * 100.0] * 5 + [2**20 * 600.0] * 20
+    bytes_in_use[-1] *= 3
+    assert laws.memory(measurement(steps=steps(bytes_in_use))).kind == "PASS"
+
+
+def test_every_gpu_is_watched_for_memory() -> None:
+    rising = {"cuda:1_bytes": [1e9] * 15 + [2e9] * 10, **steps()}
+    assert "cuda:1 memory went from 954 to 1,907 MiB" in laws.memory(measurement(steps=rising)).sentence
+
+
+def report(*severities: str, **changes: Any) -> dict[str, Any]:
+    findings = [
+        {"id": f"F{number}", "severity": severity, "what": "what", "who": ["a"], "where": ["b"], "why": "why", "what_to_do": "do"}
+        for number, severity in enumerate(severities)
+    ]
+    return {"findings": findings, "program_exit_code": 0, "not_observed": [], **changes}
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "hazards"),
+    [
+        (report(), "PASS", 0),
+        (report("info"), "PASS", 0),
+        (report("hazard", "hazard"), "PASS", 2),
+        (report("hazard", "error"), "FAIL", 1),
+        (report("error", program_exit_code=1), "FAIL", 0),
+        (report(program_exit_code=1), "INSUFFICIENT", 0),
+        (report(not_observed=["a probe did not attach"]), "INSUFFICIENT", 0),
+    ],
+)
+def test_only_errors_of_the_probed_run_fail_and_hazards_are_counted(given: dict[str, Any], kind: str, hazards: int) -> None:
+    outcome = laws.probed(given)
+    assert (outcome.kind, len(outcome.hazards)) == (kind, hazards)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(96.0, "PASS"), (94.0, "FAIL"), (200.0, "PASS")])
+def test_a_drop_of_more_than_5_percent_fails(value: float, kind: str) -> None:
+    history = [
+        measurement(per_device=rate, time=f"2026-01-0{n}T00:00:00+00:00") for n, rate in enumerate((99.0, 100.0, 300.0), 1)
+    ]
+    outcome = decide(measurement(per_device=value), history, record="record")
+    assert outcome.kind == kind
+    assert f"{value:,.1f} tok/s per device" in outcome.sentence
+    assert "provisional" in outcome.sentence
+
+
+def test_a_drop_is_put_down_to_what_the_controls_say() -> None:
+    history = [measurement(per_device=100.0, controls={"matmul": 50.0})]
+    slow_machine, slow_code = (measurement(per_device=90.0, controls={"matmul": rate}) for rate in (45.0, 50.0))
+    other_method = measurement(per_device=90.0, controls={"matmul": 50.0}, result=result())
+    other_method.result["measure"] |= {"method": 2, "tokens_per_second_per_device": 90.0}
+    causes = [decide(one, history, record="").sentence.rpartition(" ")[2] for one in (slow_machine, slow_code, other_method)]
+    assert causes == ["hardware", "code", "method"]
+
+
+def test_the_rule_is_asked_with_the_valid_measurements_of_the_series_by_time() -> None:
+    asked: list[tuple[Point, list[float]]] = []
+
+    def rule(now: Point, earlier: Any) -> laws.Outcome:
+        asked.append((now, [point.value for point in earlier]))
+        return provisional(now, earlier)
+
+    history = [
+        measurement(per_device=3.0, time="2026-01-03T00:00:00+00:00"),
+        measurement(per_device=2.0, time="2026-01-02T00:00:00+00:00"),
+        measurement(per_device=2.0, time="2026-01-02T00:00:00+00:00"),  # imported twice
+        measurement(per_device=9.0, invalid=("busy",)),
+        measurement(per_device=9.0, series="another"),
+        measurement(result=result(fx_errors=1)),
+        KILLED,
+    ]
+    decide(measurement(per_device=4.0), history, record="record", rule=rule)
+    assert asked == [(Point(time=measurement().time, value=4.0), [2.0, 3.0])]
+
+
+def test_without_a_baseline_the_command_that_records_one_is_told() -> None:
+    outcome = decide(measurement(), [measurement(series="another")], record="pytest regression/ --record-baseline")
+    assert outcome.kind == "FAIL"
+    assert "pytest regression/ --record-baseline" in outcome.sentence
+
+
+@pytest.mark.parametrize("bad", [measurement(invalid=("throttled",)), KILLED, measurement(result=result(measure={}))])
+def test_a_throughput_that_does_not_count_is_insufficient_whatever_the_history(bad: Measurement) -> None:
+    assert decide(bad, [], record="").kind == decide(bad, [measurement()], record="").kind == "INSUFFICIENT"
+
+
+def test_attempts_end_with_the_first_that_counts_and_every_invalid_one_is_told() -> None:
+    given = [measurement(invalid=("busy",)), measurement(), measurement()]
+    told: list[str] = []
+    assert measure_until_valid(lambda n: given[n - 1], attempts=3, tell=told.append) == given[:2]
+    assert told == ["attempt 1 of 3 is INVALID: busy"]
+
+
+def test_attempts_are_bounded_and_a_failed_run_is_not_tried_again() -> None:
+    busy = measurement(invalid=("busy",))
+    assert len(measure_until_valid(lambda _: busy, attempts=3, tell=lambda _: None)) == 3
+    assert len(measure_until_valid(lambda _: KILLED, attempts=3, tell=lambda _: None)) == 1
+
+
+def test_a_baseline_is_read_back_without_its_steps(tmp_path: Any) -> None:
+    path = baseline.record(measurement(), tmp_path)
+    assert path.name == "tiny-cpu-on-cpu-2-x-1-s-0123456789ab.json"
+    assert baseline.load(SERIES, tmp_path) == [dataclasses.replace(measurement(), steps={})]
+    assert baseline.load("another", tmp_path) == []
+    assert len(points(baseline.load(SERIES, tmp_path))) == 1
+
+
+@pytest.mark.parametrize("bad", [measurement(invalid=("busy",)), KILLED])
+def test_a_measurement_that_does_not_count_becomes_no_baseline(tmp_path: Any, bad: Measurement) -> None:
+    with pytest.raises(BaselineError, match="not recorded"):
+        baseline.record(bad, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["torn", "[]", '{"measurements": [{}]}', '{"schema_version": 2, "measurements": []}'])
+def test_a_file_that_is_no_baseline_is_refused_with_what_to_do(tmp_path: Any, content: str) -> None:
+    baseline.path_of(SERIES, tmp_path).write_text(content)
+    with pytest.raises(BaselineError, match="record it again"):
+        baseline.load(SERIES, tmp_path)
