@@ -48,7 +48,7 @@ def conclude_all(processes: Sequence[ProcessRecord]) -> tuple[Finding, ...]:
     for record in processes:
         for found in conclude(record.observations):
             label = record.label if len(processes) > 1 else ""
-            key = (found.id, found.severity, found.who, found.where, _detail(found))
+            key = (found.id, found.severity, found.who, found.where + found.others, _detail(found))
             known = merged.get(key)
             if known is None:
                 merged[key] = dataclasses.replace(found, process=label)
@@ -93,12 +93,14 @@ def _finding(failure: str, severity: Severity, detail: str, observation: Observa
     )
 
 
+def _other(thread: str, lines: Sequence[str]) -> tuple[str, ...]:
+    return (f"{thread}: {' <- '.join(reversed(lines)) or 'a place outside the program'}",)
+
+
 def _overlap(seen: Observation) -> Finding:
     first, second = seen.threads
-    where = " <- ".join(reversed(seen.fields.get("where_first", [])[-2:]))
-    return _finding(
-        "F5-overlap", "hazard", f"{second} began while {first} traced at {where or 'a place outside the program'}", seen
-    )
+    found = _finding("F5-overlap", "hazard", f"{second} began while {first} traced", seen)
+    return dataclasses.replace(found, others=_other(first, seen.fields.get("where_first", ())))
 
 
 def _foreign_call(seen: Observation) -> Finding | None:
@@ -123,14 +125,16 @@ def _foreign_flag(seen: Observation) -> Finding:
         return _finding("F1-own", severity, f"in {victim}; the call {effect}", dataclasses.replace(seen, threads=(victim,)))
     if owner == "none in progress":
         return _finding("F6", "error", f"a compiled call in {victim} {effect}", dataclasses.replace(seen, threads=(victim,)))
-    where = " <- ".join(reversed(seen.fields["where_first"][-2:]))
-    detail = f"{victim} called while {owner} traced with {seen.fields['tracer']} at {where or 'a place outside the program'}"
-    return _finding("F2" if effect == "runs uncompiled" else "F1", severity, detail, seen)
+    detail = f"{victim} called while {owner} traced with {seen.fields['tracer']}"
+    found = _finding("F2" if effect == "runs uncompiled" else "F1", severity, detail, seen)
+    return dataclasses.replace(found, others=_other(owner, seen.fields["where_first"]))
 
 
 def _leak(seen: Observation) -> Finding:
     failure = re.search(r"\((F\d+)\)", seen.name)  # dflash.fx.seams names it
-    return _finding(failure[1] if failure else "F5", "error", seen.name.partition(". ")[0], seen)
+    found = _finding(failure[1] if failure else "F5", "error", seen.name.partition(". ")[0], seen)
+    others = [f"{thread}: {line}" for thread, line in zip(seen.threads, seen.where, strict=False)]
+    return dataclasses.replace(found, where=(), others=tuple(others))
 
 
 def _fallback(seen: Observation) -> Finding:
@@ -165,7 +169,8 @@ def _setting(seen: Observation) -> Finding:
             "F10", "error", f"{values} after the patches of {', '.join(seen.threads)}, it was {seen.fields['set_to']!r}", seen
         )
     setter, compiler = seen.threads
-    return _finding("F9", "hazard", f"{values} in {compiler}, which compiles; {setter} set it to {seen.fields['set_to']!r}", seen)
+    detail = f"{values} in {compiler}, which compiles; {setter} set it to {seen.fields['set_to']!r}"
+    return dataclasses.replace(_finding("F9", "hazard", detail, seen), others=_other(setter, seen.fields["where_first"]))
 
 
 def _foreign_compiling(seen: Observation) -> Finding:
@@ -180,7 +185,7 @@ def _stance(seen: Observation) -> Finding:
 def _deadlock(seen: Observation) -> Finding:
     holder, waiter = seen.threads
     detail = f"{waiter} waits for the compile lock, {holder} holds it and waits inside autograd"
-    return _finding("F8", "error", detail, seen)
+    return dataclasses.replace(_finding("F8", "error", detail, seen), others=_other(holder, seen.fields["where_first"]))
 
 
 def _needless(seen: Observation) -> Finding | None:

@@ -35,10 +35,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from diagnostics.observe import observed
 from diagnostics.records import Log
+from diagnostics.tables import Table
+from diagnostics.terminal import print_table
 
 _WIDTH, _LAYERS = 256, 8  # of the MLP
 _PROBING_ROWS = 64  # of the step that the number of rows is chosen by
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     clock, load_before = _CLOCKS[options.clock], _load()
     rows = [measure(dataclasses.replace(work, clock=clock), options.rounds, not_observed) for work in works]
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(_table(rows))
+    print_table(console, _table(rows))
     how = f"{options.clock} clock, {options.rounds} rounds, load {load_before} before and {_load()} after"
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads of torch, {how}", highlight=False)
     for sentence in not_observed:
@@ -252,12 +253,10 @@ def _table(rows: Sequence[Row]) -> Table:
     title = (
         "What the probes add while nothing traces (fastest tenth of the timings; least and greatest of the groups in brackets)"
     )
-    table = Table(title=title, title_justify="left")
-    for header in ("work", "without", "with", "added", "noise floor", "goal", "verdict"):
-        table.add_column(header, justify="left" if header == "work" else "right", overflow="fold")
-    for row in rows:
-        table.add_row(
-            escape(row.name),
+    headers = ("work", "without", "with", "added", "noise floor", "goal", "verdict")
+    cells = (
+        (
+            row.name,
             f"{row.without:.3f} {row.unit}",
             f"{row.with_probes:.3f} {row.unit}",
             _range(row.added, row.goal_unit),
@@ -265,12 +264,14 @@ def _table(rows: Sequence[Row]) -> Table:
             f"under {row.goal:g} {row.goal_unit}",
             row.verdict,
         )
-    return table
+        for row in rows
+    )
+    return Table(title, headers, tuple(cells))
 
 
 def _range(values: tuple[float, float, float], unit: str) -> str:
     least, median, greatest = values
-    return escape(f"{median:+.3f} [{least:+.3f}, {greatest:+.3f}] {unit}")
+    return f"{median:+.3f} [{least:+.3f}, {greatest:+.3f}] {unit}"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
