@@ -112,7 +112,7 @@ def explain(pid: int, message: str) -> str:
         return _NO_RIGHTS.format(pid=pid)
     if re.search(r"python version|python interpreter|libpython|find a python", message, re.IGNORECASE):
         return _not_python(pid)
-    return f"py-spy could not read process {pid}: {' '.join(message.partition('Backtrace')[0].split())[:300]}"
+    return f"py-spy could not read process {pid}: {' '.join(re.split(r'(?i)(?:stack )?backtrace', message)[0].split())[:300]}"
 
 
 def _not_python(pid: int) -> str:
