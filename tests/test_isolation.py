@@ -68,6 +68,34 @@ def test_a_module_call_beside_a_trace_is_not_traced() -> None:
 
 
 @pytest.mark.usefixtures("isolation")
+def test_a_wrapper_that_somebody_put_on_module_calls_is_kept_beside_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = nn.Module.__call__, []
+
+    def counting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(type(module).__name__)
+        return original(module, *args, **kwargs)
+
+    with monkeypatch.context() as patching:
+        patching.setattr(nn.Module, "__call__", counting)
+        with Parked(traced):
+            assert nn.ReLU()(X).tolist() == [1, 1]
+        assert nn.Module.__call__ is counting
+    assert seen == ["ReLU"]
+
+
+@pytest.mark.usefixtures("isolation")
+def test_what_stands_for_module_calls_beside_a_trace_looks_like_the_original_in_a_traceback() -> None:
+    original = nn.Module.__call__
+    with Parked(traced):
+        standing = nn.Module.__call__
+    assert standing is not original
+    kept = ("co_filename", "co_name", "co_qualname", "co_firstlineno")
+    assert [getattr(standing.__code__, name) for name in kept] == [getattr(original.__code__, name) for name in kept]
+    lines = [{line for *_, line in code.co_lines()} for code in (original.__code__, standing.__code__)]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.usefixtures("isolation")
 def test_traces_of_two_threads_record_what_they_would_alone() -> None:
     inner = nn.Linear(2, 2)
     alone = targets(traced(lambda: None, inner))
