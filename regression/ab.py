@@ -4,9 +4,12 @@ A segment is a fresh measuring process. Pairs run in the order AB BA AB BA ..., 
 baseline first, an even one its candidate. The baseline runs in a git worktree of its commit; in this Python where both commits
 ask for the same packages (hash of constraints.txt and the dependencies in pyproject.toml), else in an environment made for it
 once and kept. Each pair is one JSON line on standard output: {"number", "baseline", "candidate"} in tokens per second per device.
+The last line is the gate's verdict (`regression.gate`), which asks for 8 pairs, and for 4 more up to 16 while they decide
+nothing; `--pairs N` runs exactly N and looks once.
 
-An invalid segment is measured again, at most 3 times; then the pair is given up and no line is printed. Exit codes: 0 all pairs,
-1 a run failed, 2 bad usage, 3 fewer pairs than asked for. Known limit: packages without a version in constraints.txt may differ.
+An invalid segment is measured again, at most 3 times; then the pair is given up and no line is printed. Exit codes: 0 not
+slower, 1 slower or a run failed, 2 bad usage, 3 not decided. Known limit: packages without a version in constraints.txt may
+differ.
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regression import measurement
+from regression import gate, measurement
 from regression.child import Place
+from regression.gate import Pair
 from regression.measurement import ATTEMPTS, Measurement
-from regression.spec import RunSpec, workload
+from regression.spec import RunSpec, planted, workload
 
+CACHE = Path.home() / ".cache/dflash-harness"  # environments of baselines
 _GIT_SECONDS = 300
 _INSTALL_SECONDS = 3600
 
@@ -47,15 +52,7 @@ class Side:
     name: str  # "baseline" or "candidate"
     directory: Path  # its code
     python: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Two neighbouring segments, in tokens per second per device."""
-
-    number: int  # 1, 2, ...: an odd pair ran its baseline first, an even one its candidate
-    baseline: float
-    candidate: float
+    planted: tuple[str, ...] = ()  # flags beside the workload's: a planted slowdown
 
 
 class Pairs:
@@ -140,7 +137,7 @@ def segment_of(spec: RunSpec, directory: Path, *, timeout_seconds: float) -> Cal
     def one(side: Side, number: int) -> Measurement:
         variables = {"PYTHONPATH": str(side.directory)}
         return measurement.measure(
-            dataclasses.replace(spec, python=side.python),
+            dataclasses.replace(spec, python=side.python, planted=(*spec.planted, *side.planted)),
             directory / f"{number:03}-{side.name}",
             timeout_seconds=timeout_seconds,
             place=Place(directory=side.directory, variables=variables),
@@ -150,23 +147,57 @@ def segment_of(spec: RunSpec, directory: Path, *, timeout_seconds: float) -> Cal
     return one
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the pairs."""
-    options = _options(arguments)
+def compare(
+    commit: str,
+    spec: RunSpec,
+    directory: Path,
+    *,
+    cache: Path,
+    timeout_seconds: float,
+    tell: Callable[[str], None],
+    rule: gate.Rule = gate.DEFAULT,
+    planted: tuple[str, ...] = (),
+    heard: Callable[[Pair], None] = lambda _: None,
+) -> gate.Verdict:
+    """The gate's verdict on the working tree in the current directory against `commit`, `heard` of every pair.
+
+    `planted`: flags of the candidate only. Files of the segments go to `directory`. Raises SideError.
+    """
     root = Path.cwd()
+    with baseline_side(commit, root=root, cache=cache) as baseline:
+        candidate = Side(name="candidate", directory=root, python=sys.executable, planted=planted)
+        pairs = Pairs((baseline, candidate), segment_of(spec, directory, timeout_seconds=timeout_seconds), tell=tell)
+
+        def next_pairs(count: int) -> Iterator[Pair]:
+            for pair in pairs(count):
+                heard(pair)
+                yield pair
+
+        return gate.decide(next_pairs, rule)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the pairs and the verdict."""
+    options = _options(arguments)
     spec = workload(options.gpus, segments=1, segment_seconds=options.segment_seconds, environment=os.environ)
     try:
-        with baseline_side(options.baseline, root=root, cache=options.cache) as baseline:
-            candidate = Side(name="candidate", directory=root, python=sys.executable)
-            segment = segment_of(spec, options.output, timeout_seconds=options.timeout_seconds)
-            pairs = Pairs((baseline, candidate), segment, tell=_tell)
-            for pair in pairs(options.pairs):
-                sys.stdout.write(json.dumps(dataclasses.asdict(pair)) + "\n")
-                sys.stdout.flush()
+        verdict = compare(
+            options.baseline,
+            spec,
+            options.output,
+            cache=options.cache,
+            timeout_seconds=options.timeout_seconds,
+            tell=_tell,
+            rule=gate.Rule(first_pairs=options.pairs, max_pairs=options.pairs) if options.pairs else gate.DEFAULT,
+            planted=planted(options.burn_share),
+            heard=lambda pair: _print(dataclasses.asdict(pair)),
+        )
     except SideError as error:
         _tell(f"error: {error}")
         return 1
-    return 3 if pairs.given_up else 0
+    _print(dataclasses.asdict(verdict))
+    _tell(verdict.sentence)
+    return verdict.kind.exit_code
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -174,16 +205,19 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m regression.ab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--baseline", required=True, metavar="COMMIT", help="of the repository in the current directory")
-    parser.add_argument("--pairs", type=int, default=8, help="default 8")
+    parser.add_argument("--pairs", type=int, metavar="N", help="exactly so many, one look (default: 8, then 12 and 16)")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs to use; 0 (default): the CPU workload")
     parser.add_argument("--segment-seconds", type=float, help="default 60 on GPUs, 5 on a CPU")
     parser.add_argument("--output", type=Path, default=Path("runs/ab"), metavar="DIR", help="files of the segments (runs/ab)")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/dflash-harness", help="environments of baselines")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="environments of baselines")
     parser.add_argument("--timeout-seconds", type=float, default=1500.0, help="of each process (default 1500)")
+    parser.add_argument("--burn-share", type=float, default=0.0, metavar="X", help="plant a slowdown in the candidate")
     options = parser.parse_args(arguments)
     seconds = options.segment_seconds
-    if options.pairs < 1 or options.gpus < 0 or (seconds is not None and seconds <= 0):
-        parser.error("--pairs, --gpus and --segment-seconds: use positive numbers, or --gpus 0 for the CPU workload")
+    if options.gpus < 0 or (seconds is not None and seconds <= 0):
+        parser.error("--gpus and --segment-seconds: use positive numbers, or --gpus 0 for the CPU workload")
+    if (options.pairs is not None and options.pairs < 2) or not 0 <= options.burn_share < 1:
+        parser.error("--pairs: at least 2; --burn-share: at least 0 and below 1")
     if options.output.exists() and any(options.output.iterdir()):
         parser.error(f"--output {options.output} is not empty: name a new directory")
     options.output = options.output.absolute()
@@ -222,6 +256,11 @@ def _does_not_run(side: Side, failure: dict[str, Any]) -> str:
     if side.name == "baseline" and "--measure" in failure["message"] and "nrecognized" in failure["message"]:
         hint = "\nThis commit cannot measure yet: choose a later one"
     return f"the {side.name} in {side.directory} failed, {failure['type']}: {failure['message']}{hint}"
+
+
+def _print(values: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
 
 
 def _tell(sentence: str) -> None:

@@ -95,6 +95,11 @@ def workload(
     )
 
 
+def planted(burn_share: float) -> tuple[str, ...]:
+    """Flags that plant a slowdown of this share of each step; none for 0."""
+    return ("--measure.burn-share", str(burn_share)) if burn_share else ()
+
+
 def visible_gpus(gpus: int, visible: str | None) -> tuple[str, ...]:
     """The GPUs to pin a run to. Raises ConfigError when CUDA_VISIBLE_DEVICES names fewer."""
     if visible is None:

@@ -12,7 +12,7 @@ limit is FAIL.
 The reference is what the accepted level looks like: valid nights since the last accepted change, without nights that failed
 and the suspects that began a failure. Otherwise a regression would become its own baseline: within two weeks the limit would
 have sunk to it and the red nights would turn green with nobody having accepted anything. A single suspect night that the next
-one does not confirm stays in, as noise does. INVALID nights are neither pass nor fail, stay out, and do not break a row.
+one does not confirm stays in, as noise does; the next one itself is judged without it, by the same limit. INVALID nights are neither pass nor fail, stay out, and do not break a row.
 
 Limits: at a night sd of 1 % history alone finds -5 % within two nights with probability 0.88, not 0.95; with the gate in the
 same night it is 0.98 (`python -m regression.simulate`). Losses under about 3 % are the gate's alone. A limit that comes out
@@ -20,6 +20,8 @@ at or below zero means that the history is useless; the sentence shows it.
 
 A throughput is tokens per second per GPU or any other unit, larger is better. Verdicts depend on what the nights are, not on
 their order, their unit, or how often the same night was imported. Ties have a slack of one billionth for that.
+
+    python -m regression.watch accept SERIES --reason WHY --store DIR
 """
 
 from __future__ import annotations
@@ -134,7 +136,8 @@ def replay(nights: Iterable[Night]) -> list[NightVerdict]:
     for night in ordered:
         if night.accepted:
             reference, before = [], None
-        verdict = judge(night, reference[-WINDOW:], second=before in {Kind.SUSPECT, Kind.FAIL})
+        confirmed_by = reference[:-1] if before is Kind.SUSPECT else reference  # the limit that made the suspect one
+        verdict = judge(night, confirmed_by[-WINDOW:], second=before in {Kind.SUSPECT, Kind.FAIL})
         verdicts.append(verdict)
         if verdict.kind is Kind.INVALID:
             continue
@@ -180,3 +183,12 @@ def _kind_below(gate: Kind | None, *, second: bool) -> Kind:
     if gate in {Kind.PASS, Kind.WIN}:
         return Kind.CLEARED
     return Kind.FAIL if second else Kind.SUSPECT
+
+
+if __name__ == "__main__":
+    import sys
+
+    from regression.acceptance import main
+    from regression.history import open_store
+
+    sys.exit(main(None, open_store))

@@ -12,8 +12,10 @@ import pytest
 from helpers_regression import failed, measurement
 
 from regression import ab, sampler, validity
-from regression.ab import Pair, Pairs, Side, SideError, baseline_side, dependencies_hash, environment_of
+from regression.ab import Pairs, Side, SideError, baseline_side, dependencies_hash, environment_of
+from regression.gate import Pair
 from regression.measurement import Measurement
+from regression.spec import RunSpec
 
 # Prints what a measuring run prints; its throughput is the number in rate.txt of the code that runs.
 TRAINER = """
@@ -66,12 +68,33 @@ def test_each_side_runs_its_own_code_and_every_pair_is_a_line(
 ) -> None:
     code = ab.main(["--baseline", "old", "--pairs", "2", "--output", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")])
     told = capsys.readouterr()
-    assert code == 0, told.err
-    lines = [json.loads(line) for line in told.out.splitlines()]
+    assert code == 1, told.err
+    *lines, verdict = [json.loads(line) for line in told.out.splitlines()]
     assert lines == [{"number": number, "baseline": 200.0, "candidate": 100.0} for number in (1, 2)]
+    assert (verdict["kind"], round(verdict["loss"], 6), verdict["pairs"]) == ("FAIL", 0.5, 2)
+    assert "FAIL" in told.err
     segments = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert segments == ["000-baseline", "001-candidate", "002-candidate", "003-baseline"]
     assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+
+def test_a_commit_against_itself_passes_and_a_planted_slowdown_is_the_candidate_s(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (repository / "rate.txt").write_text("200")
+    commands: dict[str, list[str]] = {}
+    original = RunSpec.command
+
+    def command(self: RunSpec, output: Path) -> list[str]:
+        commands[output.parent.name] = original(self, output)
+        return commands[output.parent.name]
+
+    monkeypatch.setattr(RunSpec, "command", command)
+    arguments = ["--baseline", "old", "--pairs", "2", "--output", str(tmp_path / "out"), "--burn-share", "0.1"]
+    assert ab.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["kind"] == "PASS"
+    burning = [name for name, words in commands.items() if "--measure.burn-share" in words]
+    assert burning == ["001-candidate", "002-candidate"]
 
 
 def test_a_commit_that_cannot_measure_is_told(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +184,9 @@ def test_a_side_that_does_not_run_ends_the_comparison() -> None:
         list(pairs(1))
 
 
-@pytest.mark.parametrize("change", [["--pairs", "0"], ["--gpus", "-1"], ["--segment-seconds", "0"], ["--output", "."]])
+@pytest.mark.parametrize(
+    "change", [["--pairs", "1"], ["--burn-share", "1"], ["--gpus", "-1"], ["--segment-seconds", "0"], ["--output", "."]]
+)
 def test_bad_usage_is_told(change: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)

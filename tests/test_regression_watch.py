@@ -97,11 +97,16 @@ def test_a_regression_stays_red_until_it_is_accepted() -> None:
 
 
 def test_a_lone_slow_night_stays_in_the_reference_as_noise_does() -> None:
-    assert [verdict.nights for verdict in replay(nights([*STEADY, 90.0, 100.0, 100.0]))[-3:]] == [10, 11, 12]
+    assert [verdict.nights for verdict in replay(nights([*STEADY, 90.0, 100.0, 100.0]))[-3:]] == [10, 10, 12]
+
+
+def test_a_suspect_does_not_soften_the_limit_that_its_confirmation_is_judged_by() -> None:
+    assert kinds([100.0, 90.0, 94.0])[1:] == [Kind.SUSPECT, Kind.FAIL]
+    assert kinds([100.0, 90.0, 96.0])[1:] == [Kind.SUSPECT, Kind.PASS]
 
 
 def test_a_failure_leaves_the_reference_together_with_the_suspect_that_began_it() -> None:
-    assert [verdict.nights for verdict in replay(nights([*STEADY, 90.0, 90.0, 90.0, 100.0, 100.0]))[-5:]] == [10, 11, 10, 10, 11]
+    assert [verdict.nights for verdict in replay(nights([*STEADY, 90.0, 90.0, 90.0, 100.0, 100.0]))[-5:]] == [10, 10, 10, 10, 11]
 
 
 @pytest.mark.parametrize("unit", [1.0, 0.7, 1 / 3, 1 / 9])  # a ninth is rounded to the other side
