@@ -1,87 +1,90 @@
-"""Has the throughput fallen? Takes a measurement and the earlier ones of its series, and lets a rule decide.
+"""Has the throughput fallen? The watch's verdict (`regression.watch`) about a measurement, by the history of its series.
 
-The rule is a callable (`Rule`). `provisional` compares with the median: a drop of more than 5 % fails.
+`outcomes` has the verdict of every law beside it, as the nightly run and its report see a measurement.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from regression.controls import Cause, put_down_to
-from regression.laws import Outcome, problems
+from regression.history import History, night_of, nights
+from regression.laws import LAWS, Outcome, probed
 from regression.measurement import Measurement
-
-PROVISIONAL_DROP = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One throughput of a series."""
-
-    time: str  # UTC, ISO 8601
-    value: float  # tokens per second per device
+from regression.verdict import Kind
+from regression.watch import NightVerdict, replay
 
 
-class Rule(Protocol):
-    """Decides about a throughput by the earlier valid ones, the oldest first, at least one."""
+def decide(measured: Measurement, history: History, *, record: str | None = None) -> Outcome:
+    """The verdict on the throughput. `history`: of any series; only its own counts.
 
-    def __call__(self, now: Point, earlier: Sequence[Point]) -> Outcome:
-        """PASS or FAIL with its sentence, or INSUFFICIENT."""
-
-
-def provisional(now: Point, earlier: Sequence[Point]) -> Outcome:
-    """A drop of more than 5 % below the median fails."""
-    middle = statistics.median(point.value for point in earlier)
-    change = now.value / middle - 1
-    failed = change < -PROVISIONAL_DROP
-    return Outcome(
-        kind="FAIL" if failed else "PASS",
-        sentence=f"{now.value:,.1f} tok/s per device, {change:+.1%} to the median {middle:,.1f} of {len(earlier)} earlier "
-        f"measurements (limit -{PROVISIONAL_DROP:.0%}, provisional)",
-    )
-
-
-def decide(measured: Measurement, history: Sequence[Measurement], *, record: str, rule: Rule = provisional) -> Outcome:
-    """The verdict on the throughput. `history`: any measurements; those of the series that count are used.
-
-    Without a throughput or where it does not count: INSUFFICIENT. Without history: FAIL with `record`, the command that records
-    a baseline.
+    SUSPECT and INVALID are INSUFFICIENT. So is a series without history; it is FAIL where `record`, the command that records a
+    baseline, is given: a build must have one.
     """
-    if measured.failure:
-        return Outcome(kind="INSUFFICIENT", sentence=f"no throughput: the run failed, {measured.failure['type']}")
-    if measured.invalid:
-        return Outcome(kind="INSUFFICIENT", sentence=f"INVALID: {'; '.join(measured.invalid)}")
-    if measured.per_device is None:
-        return Outcome(kind="INSUFFICIENT", sentence="the run reports no throughput")
-    earlier = counting(one for one in history if one.series == measured.series)
-    if not earlier:
+    if record and not nights(history, measured.series) and not night_of(measured, despite_problems=True).invalid:
         return Outcome(kind="FAIL", sentence=f"no baseline of the series {measured.series!r}. Record one with:\n    {record}")
-    outcome = rule(Point(time=measured.time, value=measured.per_device), points(earlier))
-    if outcome.kind != "FAIL":
-        return outcome
-    return dataclasses.replace(outcome, sentence=f"{outcome.sentence}; put down to: {cause(measured, earlier)}")
+    verdict = judge(measured, history)
+    if record and verdict.kind is Kind.INSUFFICIENT and not verdict.night.accepted:
+        sentence = f"no measurement of the series {measured.series!r} counts. Record a baseline with:\n    {record}"
+        return Outcome(kind="FAIL", sentence=sentence)
+    return outcome_of(verdict, measured, history)
 
 
-def counting(history: Iterable[Measurement]) -> list[Measurement]:
-    """The measurements that count, the oldest first."""
-    return sorted((one for one in history if one.per_device and not one.invalid and not problems(one)), key=lambda one: one.time)
+def judge(measured: Measurement, history: History) -> NightVerdict:
+    """What the watch says about a measurement, in `history` or not, by the earlier nights of its series."""
+    ordered = nights(history, measured.series, tonight=measured)
+    tonight = night_of(measured, despite_problems=True)
+    place = next(place for place, night in enumerate(ordered) if replace(night, accepted="", gate=None) == tonight)
+    return replay(ordered[: place + 1])[-1]
 
 
-def points(history: Iterable[Measurement]) -> list[Point]:
-    """Their throughputs; equal ones once."""
-    return [
-        Point(time=time, value=value)
-        for time, value in dict.fromkeys((one.time, one.per_device) for one in counting(history))
-        if value is not None
-    ]
+def outcome_of(verdict: NightVerdict, measured: Measurement, history: History) -> Outcome:
+    """The verdict as the outcome of a law. A fall is put down to what the control workloads say."""
+    kind = {0: "PASS", 1: "FAIL", 3: "INSUFFICIENT"}[verdict.kind.exit_code]
+    sentence = verdict.sentence.removeprefix(f"{kind}: ")
+    if verdict.night.value is not None and verdict.kind is not Kind.INVALID:
+        sentence = f"{verdict.night.value:,.1f} tok/s per device, {sentence}"
+    if verdict.is_below:
+        sentence += f"; put down to: {cause(measured, verdict, history)}"
+    return Outcome(kind=kind, sentence=sentence)  # type: ignore[arg-type]  # one of the three above
 
 
-def cause(measured: Measurement, earlier: Sequence[Measurement]) -> Cause:
-    """What the change is put down to, from the control workloads beside each measurement."""
+def cause(measured: Measurement, verdict: NightVerdict, history: History) -> Cause:
+    """What a fall is put down to, from the control workloads beside each measurement at the level before."""
+    limit = verdict.limit or 0.0
+    earlier = [one for one in history.of(measured.series) if not night_of(one).invalid and _rate(one) >= limit]
+    if not earlier:
+        return "code"
     methods = {one.result.get("measure", {}).get("method") for one in (measured, *earlier)}
-    known = [(one.per_device, one.controls) for one in earlier if one.per_device is not None]
-    return put_down_to(measured.per_device or 0.0, measured.controls, known, same_method=len(methods) == 1)
+    return put_down_to(_rate(measured), measured.controls, _known(earlier), same_method=len(methods) == 1)
+
+
+def outcomes(measured: Measurement, history: History) -> dict[str, Outcome]:
+    """The throughput, every law, and the probed run beside the measurement, as far as `history` knows one."""
+    report = history.notes_of(measured).get("probed")
+    if report is None or "failure" in report:
+        why = report["failure"] if report else "no probed run was made beside this measurement"
+        watched = Outcome(kind="INSUFFICIENT", sentence=f"not observed: {why}")
+    else:
+        watched = probed(report)
+    return {"throughput": decide(measured, history), **{name: law(measured) for name, law in LAWS.items()}, "fxprobe": watched}
+
+
+def exit_code(found: Mapping[str, Outcome]) -> int:
+    """Of a command that found these."""
+    return {"PASS": 0, "FAIL": 1, "INSUFFICIENT": 3}[worst(found)]
+
+
+def worst(found: Mapping[str, Outcome]) -> str:
+    """The verdict over all of them."""
+    kinds = {outcome.kind for outcome in found.values()}
+    return "FAIL" if "FAIL" in kinds else "INSUFFICIENT" if "INSUFFICIENT" in kinds else "PASS"
+
+
+def _known(measurements: Sequence[Measurement]) -> list[tuple[float, dict[str, float]]]:
+    return [(_rate(one), one.controls) for one in measurements]
+
+
+def _rate(measured: Measurement) -> float:
+    return measured.per_device or 0.0

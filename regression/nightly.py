@@ -1,27 +1,38 @@
-"""Measure once and append to a history: `python -m regression.nightly --output DIR [--gpus N]`.
+"""Measure and decide: `python -m regression.nightly --output DIR [--gpus N]`.
 
-Decides as `pytest regression/` does, against the earlier nights of the same series. Exit codes: 0 fine, 1 failed, 2 bad usage,
-3 insufficient data: the measurement did not count, or there is no earlier night.
+1. Measure the workload until it counts; every attempt goes to the store `DIR/store`.
+2. Run the same training under fxprobe for a few steps.
+3. Decide by the earlier nights of the series. A night below its limit is compared with a baseline commit at once (the gate),
+   and judged again.
+
+Exit codes: 0 fine, 1 failed, 2 bad usage, 3 insufficient data: the measurement did not count, it is suspect and nothing
+confirmed it, or there is no earlier night.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from regression import baseline, laws
-from regression.decision import decide, points
-from regression.laws import LAWS, Outcome
+from regression import baseline, confirm, laws
+from regression.ab import SideError
+from regression.child import ChildFailed
+from regression.decision import exit_code, judge, outcomes
+from regression.history import History, alert_record, by_workload, read
 from regression.measurement import ATTEMPTS, Measurement, measure, measure_until_valid
-from regression.spec import workload
+from regression.probing import probe, worth_keeping
+from regression.secondary import missing_nights
+from regression.spec import RunSpec, planted, workload
 from regression.store import Store
 
 _SHOWN_NIGHTS = 20
@@ -29,78 +40,144 @@ COLOURS = {"PASS": "green", "FAIL": "bold red", "INSUFFICIENT": "bold magenta"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, append, show, decide."""
+    """Measure, probe, decide, report."""
     options = _options(arguments)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
-    night: Path = options.output / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    spec = workload(options.gpus, segments=options.segments, segment_seconds=options.segment_seconds, environment=os.environ)
+    directory: Path = options.output / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    spec = workload(
+        options.gpus,
+        segments=options.segments,
+        segment_seconds=options.segment_seconds,
+        planted=planted(options.burn_share),
+        environment=os.environ,
+    )
     store = Store(options.output / "store")
-    everything, unread = read(store)
-    clock = baseline.clock_mhz([one for one in everything if one.name == spec.name])
+    before = read(store)
+    for problem in before.unread:
+        console.print(f"[yellow]history:[/] {escape(problem)}", highlight=False)
+    tried = _measure(spec, directory, store, before, options, _teller(console))
+    tonight, history = tried[-1], before.with_measurements(tried)
+    note = _note(spec, directory, tonight, options, arguments)
+    note |= _gate(tonight, history, directory, options, _teller(console))
+    store.add(note)
+    for alert in _alerts(store):
+        console.print(f"[bold magenta]MISSING[/] {escape(alert)}", highlight=False)
+    history = read(store)
+    console.print(_table(history.of(tonight.series)))
+    found = outcomes(tonight, history)
+    for name, outcome in found.items():
+        console.print(f"[{COLOURS[outcome.kind]}]{outcome.kind}[/] {name}: {escape(outcome.sentence)}", highlight=False)
+    return exit_code(found)
+
+
+def _measure(
+    spec: RunSpec, directory: Path, store: Store, before: History, options: argparse.Namespace, tell: Callable[[str], None]
+) -> list[Measurement]:
+    """All attempts, kept."""
+    clock = baseline.clock_mhz([one for one in before.measurements if one.name == spec.name])
 
     def one(attempt: int) -> Measurement:
         limit: float = options.timeout_seconds
-        return measure(spec, night / f"attempt-{attempt}", timeout_seconds=limit, baseline_clock_mhz=clock)
+        return measure(spec, directory / f"attempt-{attempt}", timeout_seconds=limit, baseline_clock_mhz=clock)
 
-    tried = measure_until_valid(one, attempts=options.attempts, tell=lambda text: console.print(escape(text), style="magenta"))
+    tried = measure_until_valid(one, attempts=options.attempts, tell=tell)
     for measured in tried:
         store.add({**measured.to_record(), "problems": laws.problems(measured)})
-    tonight, history = tried[-1], [one for one in everything if one.series == tried[-1].series]
-    for problem in unread:
-        console.print(f"[yellow]history:[/] {escape(problem)}", highlight=False)
-    console.print(_table([*history, *tried]))
-    outcomes = judge(tonight, history)
-    for name, outcome in outcomes.items():
-        console.print(f"[{COLOURS[outcome.kind]}]{outcome.kind}[/] {name}: {escape(outcome.sentence)}", highlight=False)
-    return exit_code(outcomes)
+    return tried
 
 
-def judge(tonight: Measurement, history: Sequence[Measurement]) -> dict[str, Outcome]:
-    """Every law and the throughput. A first night has nothing to fall from: insufficient, not failed."""
-    outcomes = {name: law(tonight) for name, law in LAWS.items()}
-    if points(history) or tonight.invalid or tonight.failure:
-        outcomes["throughput"] = decide(tonight, history, record="")
-    else:
-        outcomes["throughput"] = Outcome(kind="INSUFFICIENT", sentence="no earlier night of this series counts")
-    return outcomes
+def _note(
+    spec: RunSpec, directory: Path, tonight: Measurement, options: argparse.Namespace, arguments: Sequence[str] | None
+) -> dict[str, Any]:
+    """The record of what is found beside the measurement."""
+    try:
+        probed = worth_keeping(probe(spec, directory / "probed", timeout_seconds=options.timeout_seconds))
+    except ChildFailed as error:
+        probed = {"failure": str(error)}
+    words = sys.argv[1:] if arguments is None else arguments
+    commands = {
+        "this night": shlex.join(["python", "-m", "regression.nightly", *words]),
+        "the measured run": _shown(spec, spec.command(Path("runs/measured"))),
+        "the probed run": _shown(spec, spec.probed_command(Path("runs/probed"), Path("runs/fxprobe.json"))),
+    }
+    return {
+        "kind": "night",
+        "series": tonight.series,
+        "time": tonight.time,
+        "name": tonight.name,
+        "probed": probed,
+        "commands": commands,
+    }
 
 
-def exit_code(outcomes: dict[str, Outcome]) -> int:
-    """Of the command."""
-    kinds = {outcome.kind for outcome in outcomes.values()}
-    return 1 if "FAIL" in kinds else 3 if "INSUFFICIENT" in kinds else 0
+def _shown(spec: RunSpec, command: Sequence[str]) -> str:
+    variables = [f"{name}={shlex.quote(value)}" for name, value in spec.variables.items()]
+    return " ".join([*variables, shlex.join(["python", *command[1:]])])
 
 
-def read(store: Store) -> tuple[list[Measurement], list[str]]:
-    """All measurements, the oldest first, and what could not be read."""
-    records, unread = store.read()
-    measurements = []
-    for record in records:
-        if record["kind"] != "measurement":
-            continue
-        try:
-            measurements.append(Measurement.from_record(record))
-        except (KeyError, TypeError) as error:
-            unread.append(f"a measurement of {record['time']} in another format, skipped ({error})")
-    return measurements, unread
+def _gate(
+    tonight: Measurement, history: History, directory: Path, options: argparse.Namespace, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """The gate's verdict where the watch wants one, or why there is none."""
+    verdict = judge(tonight, history)
+    if not verdict.wants_gate:
+        return {}
+    commit, why = (options.baseline, "") if options.baseline else confirm.baseline_commit(tonight, history)
+    if commit is None:
+        tell(f"{verdict.sentence}. The gate cannot run: {why}; name a commit with --baseline")
+        return {"gate_not_run": why}
+    tell(f"{verdict.sentence}. Comparing with {commit} now")
+    try:
+        gate = confirm.run_gate(
+            commit,
+            directory / "gate",
+            gpus=options.gpus,
+            segment_seconds=options.segment_seconds,
+            timeout_seconds=options.timeout_seconds,
+            planted=planted(options.burn_share),
+            tell=tell,
+        )
+    except SideError as error:
+        tell(f"the gate did not run: {error}")
+        return {"gate_not_run": str(error)}
+    return {"gate": gate}
+
+
+def _alerts(store: Store) -> list[str]:
+    """Workloads that are missing and were not told today; remembered."""
+    history, now = read(store), datetime.now(UTC)
+    alerts = missing_nights(by_workload(history), now=now, sent=history.alerts)
+    for alert in alerts:
+        store.add(alert_record(alert, now))
+    return [alert.sentence for alert in alerts]
+
+
+def _teller(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(escape(text), style="magenta", highlight=False)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m regression.nightly", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="holds the store and one directory a night")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="holds store, reports and one directory a night"
+    )
     parser.add_argument("--gpus", type=int, default=0, help="GPUs to use; 0 (default): the CPU workload")
     parser.add_argument("--segments", type=int, default=3, help="of a measurement (default 3; another number is another series)")
     parser.add_argument("--segment-seconds", type=float, help="default 60 on GPUs, 5 on a CPU (another length is another series)")
     parser.add_argument("--attempts", type=int, default=ATTEMPTS, help=f"of an invalid measurement (default {ATTEMPTS})")
     parser.add_argument("--timeout-seconds", type=float, default=3600.0, help="of each process (default 3600)")
+    parser.add_argument("--baseline", metavar="COMMIT", help="for the gate (default: that of the newest night that passed)")
+    parser.add_argument("--burn-share", type=float, default=0.0, metavar="X", help="plant a slowdown, to see that it fails")
     options = parser.parse_args(arguments)
     if options.gpus < 0:
         parser.error(f"--gpus {options.gpus}: use 0 for the CPU workload, or a number of GPUs")
     seconds = options.segment_seconds
-    if options.attempts < 1 or options.segments < 1 or (seconds is not None and seconds <= 0):
-        parser.error("--attempts, --segments and --segment-seconds: use positive numbers")
+    if options.segments < 1 or options.attempts < 1 or (seconds is not None and seconds <= 0):
+        parser.error("--segments, --attempts and --segment-seconds: use positive numbers")
+    if not 0 <= options.burn_share < 1:
+        parser.error(f"--burn-share {options.burn_share}: use at least 0 and less than 1")
     if options.gpus > 0:
         import torch  # noqa: PLC0415 - --help should not wait for it
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 SCHEMA_VERSION = 1
-KINDS = ("measurement", "acceptance")
+KINDS = ("measurement", "acceptance", "night", "alert")  # a night: what the nightly run found beside a measurement
 SCHEMA = pa.schema(
     [
         ("schema_version", pa.int32()),
@@ -30,7 +30,7 @@ SCHEMA = pa.schema(
         ("tokens_per_second_per_device", pa.float64()),
         ("invalid", pa.list_(pa.string())),
         ("problems", pa.list_(pa.string())),
-        ("reason", pa.string()),  # of an acceptance
+        ("reason", pa.string()),  # of an acceptance or an alert
         ("record", pa.string()),
     ]
 )

@@ -4,7 +4,7 @@
     DIR/index.parquet          the columns of all records, for speed; derived, made again when it is missing or torn
     DIR/lock                   held by a writer from its first byte to the rename, and by `prune`
 
-Records are of the kind "measurement" or "acceptance" (`regression.records`). Equal records are one file, so importing twice
+Records are of the kinds in `regression.records`. Equal records are one file, so importing twice
 changes nothing. A writer writes aside, flushes to disk and renames: a kill leaves a whole record or a leftover that readers
 report and `prune` removes. What cannot be read is skipped and reported, never deleted.
 
@@ -70,12 +70,19 @@ class Store:
                 write_table(path, pa.Table.from_pylist([columns], schema=SCHEMA))
         return identity
 
-    def accept(self, series: str, reason: str, *, time: str | None = None) -> str:
-        """Record that a change of the level of `series` is accepted; decisions look at later measurements only."""
+    def accept(
+        self, series: str, reason: str, *, time: str | None = None, since: str | None = None, author: str = "unknown"
+    ) -> str:
+        """Record that a change of the level of `series` is accepted, beginning with the first measurement at or after `since`.
+
+        Times are UTC, ISO 8601; without `time` it is now, without `since` it is `time`.
+        """
         if not reason.strip():
             raise StoreError("an accepted change needs a reason: say why the new level is right")
         now = time or datetime.now(UTC).isoformat(timespec="seconds")
-        return self.add({"kind": "acceptance", "series": series, "time": now, "reason": reason})
+        return self.add(
+            {"kind": "acceptance", "series": series, "time": now, "since": since or now, "reason": reason, "author": author}
+        )
 
     def read(self, series: str | None = None) -> tuple[list[dict[str, Any]], list[str]]:
         """All records (of one series) by time, and a sentence for each file that is skipped."""
@@ -120,7 +127,7 @@ class Store:
         return good, problems
 
     def prune(self, *, older_than: timedelta | None = None) -> list[str]:
-        """Remove what killed writers left behind, and measurements older than so much; returns what was removed."""
+        """Remove what killed writers left behind, and all but acceptances older than so much; returns what was removed."""
         removed = []
         self._records.mkdir(parents=True, exist_ok=True)
         with self._lock:  # no writer is active now: everything aside is a leftover
@@ -130,9 +137,10 @@ class Store:
             if older_than is not None:
                 frame, _ = self.frame()
                 limit = (datetime.now(UTC) - older_than).isoformat(timespec="seconds")
-                for identity in frame[(frame["kind"] == "measurement") & (frame["time"] < limit)]["id"]:
+                old = frame[(frame["kind"] != "acceptance") & (frame["time"] < limit)]
+                for identity, kind in zip(old["id"], old["kind"], strict=True):
                     (self._records / f"{identity}.parquet").unlink()
-                    removed.append(f"measurement {identity}")
+                    removed.append(f"{kind} {identity}")
         return removed
 
     def _list(self) -> tuple[set[str], list[str]]:
@@ -265,7 +273,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl, .parquet or .csv")
             command.add_argument("--where", metavar="SQL", help="which rows, for example \"kind = 'measurement'\"")
         if name == "prune":
-            command.add_argument("--older-than-days", type=float, metavar="N", help="also remove measurements; acceptances stay")
+            command.add_argument("--older-than-days", type=float, metavar="N", help="also remove old records; acceptances stay")
     options = parser.parse_args(arguments)
     if options.run is not _import and not options.store.is_dir():
         parser.error(f"there is no directory {options.store}")

@@ -12,7 +12,8 @@ limit is FAIL.
 The reference is what the accepted level looks like: valid nights since the last accepted change, without nights that failed
 and the suspects that began a failure. Otherwise a regression would become its own baseline: within two weeks the limit would
 have sunk to it and the red nights would turn green with nobody having accepted anything. A single suspect night that the next
-one does not confirm stays in, as noise does; the next one itself is judged without it, by the same limit. INVALID nights are neither pass nor fail, stay out, and do not break a row.
+one does not confirm stays in, as noise does; the next one itself is judged without it, by the same limit. INVALID nights are
+neither pass nor fail, stay out, and do not break a row.
 
 Limits: at a night sd of 1 % history alone finds -5 % within two nights with probability 0.88, not 0.95; with the gate in the
 same night it is 0.98 (`python -m regression.simulate`). Losses under about 3 % are the gate's alone. A limit that comes out

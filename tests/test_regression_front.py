@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers_regression import SERIES, failed, measurement, result
 
-from regression import baseline
+from regression import baseline, probing
 from regression import conftest as front
 from regression.measurement import Measurement
 from regression.store import Store
@@ -32,7 +32,7 @@ class Run:
 
 
 class Front:
-    """Runs pytest in this process, with recorded measurements (one an attempt) and a recorded report of fxprobe."""
+    """Runs pytest in this process, with recorded measurements (one a minute) and a recorded report of fxprobe."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.directory, self._monkeypatch, self._capsys = directory, monkeypatch, capsys
@@ -42,13 +42,15 @@ class Front:
     ) -> Run:
         """`earlier`: the throughput of a baseline, 0 for none."""
         if earlier:
-            baseline.record(measurement(per_device=earlier), self.directory / "baselines")
+            baseline.record(measurement(per_device=earlier, time="2025-12-31T00:00:00+00:00"), self.directory / "baselines")
+        waiting = [dataclasses.replace(one, time=f"{one.time[:14]}{n:02}:00+00:00") for n, one in enumerate(measured)]
         with self._monkeypatch.context() as patch:
             patch.chdir(ROOT)
-            patch.setattr(front, "run_and_measure", lambda _spec, place, **_: measured[int(place.name[-1]) - 1])
-            patch.setattr(front, "run_to_success", lambda command, **_: self._write(command, report))
+            patch.setattr(front, "run_and_measure", lambda *_, **__: waiting.pop(0))
+            patch.setattr(probing, "run_to_success", lambda command, **_: self._write(command, report))
             patch.setattr(front.environment, "series_key", lambda _: "0123456789ab")
             code = pytest.main([*self._arguments(), *options])
+        assert code == 4 or not waiting
         told = self._capsys.readouterr()
         return read(int(code), told.out + told.err, self.directory / "junit.xml")
 
@@ -84,12 +86,24 @@ def test_a_clean_run_passes_and_skips_nothing(run_front: Front) -> None:
     assert "test_throughput_has_not_fallen: PASS: 100.0 tok/s per device" in run.output
 
 
-def test_a_drop_fails_the_throughput_item_with_its_verdict(run_front: Front) -> None:
-    run = run_front(measurement(per_device=90.0), earlier=100.0)
+def test_a_drop_that_the_second_measurement_confirms_fails_the_throughput_item_with_its_verdict(run_front: Front) -> None:
+    run = run_front(measurement(per_device=90.0), measurement(per_device=91.0), earlier=100.0)
     assert run.code == 1
     assert set(run.failed) == {"test_throughput_has_not_fallen"}
-    assert "90.0 tok/s per device, -10.0% to the median 100.0" in run.failed["test_throughput_has_not_fallen"]
+    assert "91.0 tok/s per device, -9.0% to the median of 1 nights" in run.failed["test_throughput_has_not_fallen"]
+    assert "90.0 tok/s per device is suspect: measured a second time" in run.output
     assert "FAILED regression/test_training.py::test_throughput_has_not_fallen" in run.output
+
+
+def test_a_drop_that_the_second_measurement_does_not_confirm_passes(run_front: Front) -> None:
+    run = run_front(measurement(per_device=90.0), measurement(per_device=99.0), earlier=100.0)
+    assert (run.code, run.failed) == (0, {}), run.output
+
+
+def test_a_drop_that_cannot_be_confirmed_is_insufficient(run_front: Front) -> None:
+    busy = measurement(per_device=90.0, invalid=("busy",))
+    run = run_front(measurement(per_device=90.0), busy, busy, earlier=100.0)
+    assert (run.code, run.failed) == (3, {"test_throughput_has_not_fallen": "INSUFFICIENT DATA: INVALID: busy"})
 
 
 def test_a_fault_fails_the_item_of_its_name(run_front: Front) -> None:
@@ -123,7 +137,7 @@ def test_a_throughput_that_never_counts_is_insufficient_data_with_exit_code_3(ru
     assert run.failed == {"test_throughput_has_not_fallen": "INSUFFICIENT DATA: INVALID: somebody was busy"}
     assert "attempt 1 of 2 is INVALID: somebody was busy" in run.output
     assert "\x1b[35m" in run.output  # purple
-    assert len(Store(run_front.directory / "store").read()[0]) == 1  # both attempts are equal here
+    assert len(Store(run_front.directory / "store").read()[0]) == 2
 
 
 def test_the_second_attempt_counts(run_front: Front) -> None:
@@ -141,7 +155,8 @@ def test_without_a_baseline_the_item_fails_with_the_command_and_the_command_work
     recorded = run_front(measurement(), options=("--record-baseline",))
     assert (recorded.code, recorded.failed) == (0, {}), recorded.output
     assert baseline.load(SERIES, run_front.directory / "baselines") == [dataclasses.replace(measurement(), steps={})]
-    assert run_front(measurement(per_device=80.0)).code == 1
+    later = "2026-01-02T00:00:00+00:00"
+    assert run_front(measurement(per_device=80.0, time=later), measurement(per_device=80.0, time=later)).code == 1
 
 
 def test_a_measurement_that_does_not_count_becomes_no_baseline(run_front: Front) -> None:

@@ -10,7 +10,8 @@ from helpers_regression import SERIES, failed, measurement, result, steps
 
 from regression import baseline, laws
 from regression.baseline import BaselineError
-from regression.decision import Point, decide, points, provisional
+from regression.decision import decide
+from regression.history import History, nights
 from regression.laws import LAWS
 from regression.measurement import Measurement, measure_until_valid
 
@@ -103,55 +104,64 @@ def test_only_errors_of_the_probed_run_fail_and_hazards_are_counted(given: dict[
     assert (outcome.kind, len(outcome.hazards)) == (kind, hazards)
 
 
-@pytest.mark.parametrize(("value", "kind"), [(96.0, "PASS"), (94.0, "FAIL"), (200.0, "PASS")])
-def test_a_drop_of_more_than_5_percent_fails(value: float, kind: str) -> None:
-    history = [
-        measurement(per_device=rate, time=f"2026-01-0{n}T00:00:00+00:00") for n, rate in enumerate((99.0, 100.0, 300.0), 1)
-    ]
-    outcome = decide(measurement(per_device=value), history, record="record")
+def at(day: int, per_device: float, **changes: Any) -> Measurement:
+    return measurement(per_device=per_device, time=f"2026-01-{day:02}T00:00:00+00:00", **changes)
+
+
+NIGHTS = History(measurements=[at(1, 99.0), at(2, 100.0), at(3, 300.0)])
+
+
+@pytest.mark.parametrize(("value", "kind"), [(96.0, "PASS"), (94.0, "INSUFFICIENT"), (200.0, "PASS")])
+def test_one_measurement_more_than_5_percent_down_is_suspect(value: float, kind: str) -> None:
+    outcome = decide(at(4, value), NIGHTS)
     assert outcome.kind == kind
     assert f"{value:,.1f} tok/s per device" in outcome.sentence
     assert "provisional" in outcome.sentence
+    assert ("SUSPECT" in outcome.sentence) == (kind == "INSUFFICIENT")
+
+
+def test_the_second_measurement_in_a_row_fails() -> None:
+    outcome = decide(at(5, 94.0), NIGHTS.with_measurements([at(4, 94.0)]))
+    assert outcome.kind == "FAIL"
+    assert "-6.0% to the median of 3 nights (limit -5.0%, provisional); the second valid night in a row" in outcome.sentence
 
 
 def test_a_drop_is_put_down_to_what_the_controls_say() -> None:
-    history = [measurement(per_device=100.0, controls={"matmul": 50.0})]
-    slow_machine, slow_code = (measurement(per_device=90.0, controls={"matmul": rate}) for rate in (45.0, 50.0))
-    other_method = measurement(per_device=90.0, controls={"matmul": 50.0}, result=result())
+    history = History(measurements=[at(1, 100.0, controls={"matmul": 50.0}), at(2, 90.0, controls={"matmul": 45.0})])
+    slow_machine, slow_code = (at(3, 90.0, controls={"matmul": rate}) for rate in (45.0, 50.0))
+    other_method = at(3, 90.0, controls={"matmul": 50.0}, result=result())
     other_method.result["measure"] |= {"method": 2, "tokens_per_second_per_device": 90.0}
-    causes = [decide(one, history, record="").sentence.rpartition(" ")[2] for one in (slow_machine, slow_code, other_method)]
+    causes = [decide(one, history).sentence.rpartition(" ")[2] for one in (slow_machine, slow_code, other_method)]
     assert causes == ["hardware", "code", "method"]
 
 
-def test_the_rule_is_asked_with_the_valid_measurements_of_the_series_by_time() -> None:
-    asked: list[tuple[Point, list[float]]] = []
-
-    def rule(now: Point, earlier: Any) -> laws.Outcome:
-        asked.append((now, [point.value for point in earlier]))
-        return provisional(now, earlier)
-
+def test_only_the_valid_measurements_of_the_series_are_compared_with() -> None:
     history = [
-        measurement(per_device=3.0, time="2026-01-03T00:00:00+00:00"),
-        measurement(per_device=2.0, time="2026-01-02T00:00:00+00:00"),
-        measurement(per_device=2.0, time="2026-01-02T00:00:00+00:00"),  # imported twice
-        measurement(per_device=9.0, invalid=("busy",)),
-        measurement(per_device=9.0, series="another"),
-        measurement(result=result(fx_errors=1)),
-        KILLED,
+        at(3, 103.0),
+        at(2, 102.0),
+        at(2, 102.0),  # imported twice
+        at(1, 9.0, invalid=("busy",)),
+        at(1, 9.0, series="another"),
+        at(1, 9.0, result=result(fx_errors=1)),
+        dataclasses.replace(KILLED, time="2026-01-01T00:00:00+00:00"),
     ]
-    decide(measurement(per_device=4.0), history, record="record", rule=rule)
-    assert asked == [(Point(time=measurement().time, value=4.0), [2.0, 3.0])]
+    outcome = decide(at(4, 103.0), History(measurements=history))
+    assert (outcome.kind, "+0.5% to the median of 2 nights" in outcome.sentence) == ("PASS", True)
 
 
-def test_without_a_baseline_the_command_that_records_one_is_told() -> None:
-    outcome = decide(measurement(), [measurement(series="another")], record="pytest regression/ --record-baseline")
+@pytest.mark.parametrize("history", [[], [measurement(series="another")], [measurement(invalid=("busy",))]])
+def test_without_a_baseline_the_command_that_records_one_is_told(history: list[Measurement]) -> None:
+    outcome = decide(at(4, 100.0), History(measurements=history), record="pytest regression/ --record-baseline")
     assert outcome.kind == "FAIL"
     assert "pytest regression/ --record-baseline" in outcome.sentence
+    assert decide(at(4, 100.0), History(measurements=history)).kind == "INSUFFICIENT"
 
 
 @pytest.mark.parametrize("bad", [measurement(invalid=("throttled",)), KILLED, measurement(result=result(measure={}))])
 def test_a_throughput_that_does_not_count_is_insufficient_whatever_the_history(bad: Measurement) -> None:
-    assert decide(bad, [], record="").kind == decide(bad, [measurement()], record="").kind == "INSUFFICIENT"
+    bad = dataclasses.replace(bad, time="2026-01-09T00:00:00+00:00")
+    for history, record in ((History(), "record"), (History(), None), (NIGHTS, "record")):
+        assert decide(bad, history, record=record).kind == "INSUFFICIENT"
 
 
 def test_attempts_end_with_the_first_that_counts_and_every_invalid_one_is_told() -> None:
@@ -172,7 +182,8 @@ def test_a_baseline_is_read_back_without_its_steps(tmp_path: Any) -> None:
     assert path.name == "tiny-cpu-on-cpu-2-x-1-s-0123456789ab.json"
     assert baseline.load(SERIES, tmp_path) == [dataclasses.replace(measurement(), steps={})]
     assert baseline.load("another", tmp_path) == []
-    assert len(points(baseline.load(SERIES, tmp_path))) == 1
+    both = History(measurements=[*baseline.load(SERIES, tmp_path), measurement()])
+    assert len(nights(both, SERIES)) == 1
 
 
 @pytest.mark.parametrize("bad", [measurement(invalid=("busy",)), KILLED])
