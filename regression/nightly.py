@@ -1,12 +1,13 @@
-"""Measure and decide: `python -m regression.nightly --output DIR [--gpus N]`.
+"""Measure, decide, report: `python -m regression.nightly --output DIR [--gpus N]`.
 
 1. Measure the workload until it counts; every attempt goes to the store `DIR/store`.
 2. Run the same training under fxprobe for a few steps.
 3. Decide by the earlier nights of the series. A night below its limit is compared with a baseline commit at once (the gate),
    and judged again.
+4. Write `DIR/report.html`, `DIR/summary.md` and `DIR/junit.xml`, and mirror the night to wandb (offline without a key).
 
 Exit codes: 0 fine, 1 failed, 2 bad usage, 3 insufficient data: the measurement did not count, it is suspect and nothing
-confirmed it, or there is no earlier night.
+confirmed it, or there is no earlier night. A failing mirror is told and fails nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from regression import baseline, confirm, laws
+from regression import baseline, caches, confirm, laws, mirror, report
 from regression.ab import SideError
 from regression.child import ChildFailed
 from regression.decision import exit_code, judge, outcomes
@@ -67,6 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = outcomes(tonight, history)
     for name, outcome in found.items():
         console.print(f"[{COLOURS[outcome.kind]}]{outcome.kind}[/] {name}: {escape(outcome.sentence)}", highlight=False)
+    for path in report.write(options.output, history, tonight):
+        console.print(f"wrote {escape(str(path))}", highlight=False, soft_wrap=True)
+    told = mirror.mirror(tonight, found, options.output, mode=options.wandb)
+    console.print(f"wandb: {escape(told)}", highlight=False, soft_wrap=True)
     return exit_code(found)
 
 
@@ -107,6 +112,7 @@ def _note(
         "name": tonight.name,
         "probed": probed,
         "commands": commands,
+        "cache": caches.inventory(),
     }
 
 
@@ -170,6 +176,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout-seconds", type=float, default=3600.0, help="of each process (default 3600)")
     parser.add_argument("--baseline", metavar="COMMIT", help="for the gate (default: that of the newest night that passed)")
     parser.add_argument("--burn-share", type=float, default=0.0, metavar="X", help="plant a slowdown, to see that it fails")
+    parser.add_argument("--wandb", choices=mirror.MODES, default="auto", help="auto (default): online with a key, else offline")
     options = parser.parse_args(arguments)
     if options.gpus < 0:
         parser.error(f"--gpus {options.gpus}: use 0 for the CPU workload, or a number of GPUs")

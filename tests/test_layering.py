@@ -41,7 +41,7 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     *("regression.spec", "regression.child", "regression.records", "regression.store", "regression.validity"),
     *("regression.sampler", "regression.interval", "regression.controls"),
     *("regression.verdict", "regression.gate", "regression.watch", "regression.acceptance", "regression.simulate"),
-    *("regression.change_points", "regression.secondary"),
+    *("regression.change_points", "regression.secondary", "regression.line", "regression.caches"),
 )
 STARTS_THREADS = {"Thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "Process", "init_process_group"}
 
