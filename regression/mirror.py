@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from regression.laws import Outcome
 from regression.measurement import Measurement
@@ -22,10 +22,9 @@ def mirror(measured: Measurement, outcomes: Mapping[str, Outcome], directory: Pa
     """Write the run, its files to `directory/wandb`; returns what was done or why not, in one sentence."""
     if mode == "off":
         return "not mirrored, --wandb off"
-    if mode == "auto":
-        mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+    online = mode == "online" or (mode == "auto" and bool(os.environ.get("WANDB_API_KEY")))
     try:
-        return _write(measured, outcomes, directory, mode)
+        return _write(measured, outcomes, directory, "online" if online else "offline")
     except Exception as error:  # noqa: BLE001 - whatever fails in a mirror is told, and the night goes on
         return f"not mirrored: {type(error).__name__}: {error}"
 
@@ -47,7 +46,7 @@ def numbers(measured: Measurement) -> dict[str, float]:
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
-def _write(measured: Measurement, outcomes: Mapping[str, Outcome], directory: Path, mode: str) -> str:
+def _write(measured: Measurement, outcomes: Mapping[str, Outcome], directory: Path, mode: Literal["online", "offline"]) -> str:
     import wandb  # noqa: PLC0415 - takes a second to import, and only where it is wanted
 
     identity = run_id(measured)
