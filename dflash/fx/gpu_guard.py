@@ -1,7 +1,7 @@
 """A CUDA build of torch on a machine without a GPU: the process dies when a second thread compiles.
 
-Making a FakeTensor there sets up CUDA's device guard once more in each thread, and the second time reads what does not exist (seen
-on torch 2.11.0). Without a GPU nothing needs the guard.
+Making a FakeTensor there sets up CUDA's device guard once more in each thread, and the second time reads what does not exist
+(seen on torch 2.11.0). Without a GPU nothing needs the guard.
 """
 
 from __future__ import annotations
