@@ -74,5 +74,14 @@ def nightly(session: nox.Session) -> None:
     _run(session, "-m", "regression.nightly", *session.posargs)
 
 
+@nox.session(requires=["environment"], default=False)
+def otava(session: nox.Session) -> None:
+    """Compare change points with those of Apache Otava, in an environment of its own: it pins an old numpy."""
+    if isinstance(session.virtualenv, PassthroughEnv):
+        session.error("Apache Otava needs an environment of its own: run without --no-venv")
+    session.install("apache-otava==0.8.0")
+    _run(session, "-m", "regression.otava_agreement", "--otava", str(Path(session.bin) / "otava"), *session.posargs)
+
+
 def _run(session: nox.Session, *command: str) -> None:
     session.run(_python, *command, external=True)

@@ -68,15 +68,15 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy) -> Par
     _report_skipped(config, {"train": stream, "heldout": heldout})
     drafters = []
     events.record("phase", text=f"building {len(placement.drafters)} drafters")
-    for device in placement.drafters:
+    for number, device in enumerate(placement.drafters):
         ends = FrozenEnds.from_model(model, device=device, dtype=_ends_dtype(device))
-        drafters.append(DrafterModelWorker(config, shape, ends, device, policy))
+        drafters.append(DrafterModelWorker(f"drafter-{number}", config, shape, ends, device, policy))
     if config.drafter.init == "target":
         start_from_target(drafters[0].drafter, model)  # the leader's weights are copied to all before the first step
     targets = []
-    for (target, _), device in zip(models, placement.targets, strict=True):
+    for number, ((target, _), device) in enumerate(zip(models, placement.targets, strict=True)):
         runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl")
-        targets.append(TargetModelWorker(runner, stream, device))
+        targets.append(TargetModelWorker(f"target-{number}", runner, stream, device, policy))
     return Parts(
         stream=stream,
         heldout=heldout,

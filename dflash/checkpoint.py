@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash.config import RunConfig, run_config_from_dict, to_dict
+from dflash.files import sync
 from dflash.modeling.drafter import Drafter, DrafterShape
 
 FORMAT = "dflash-harness checkpoint 1"
@@ -83,13 +84,13 @@ def save(run: Path, state: TrainState) -> Path:
         marker = {name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in FILES}
         (aside / MARKER).write_text(json.dumps(marker, indent=1))
         for name in (*FILES, MARKER):
-            _fsync(aside / name)
-        _fsync(aside)
+            sync(aside / name)
+        sync(aside)
         replaced = final.with_name(f".{final.name}.{os.getpid()}.replaced.partial")
         if final.exists():
             final.rename(replaced)
         aside.rename(final)
-        _fsync(final.parent)
+        sync(final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -232,11 +233,3 @@ def _verify(directory: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

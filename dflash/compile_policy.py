@@ -1,110 +1,132 @@
-"""Who may compile what, when: once, alone, in this process, forward and backward; then frozen.
+"""Who may compile what, when, and under which protection from other threads.
 
-Policy `prewarm`: every drafter's forward is one `torch.compile(fullgraph=True, dynamic=False)` graph, compiled by the main
-thread before any worker thread exists (reference: fx-race table of remedies). Policy `eager`: nothing is compiled.
+| policy | threads compile | protected by |
+|---|---|---|
+| `prewarm` (default) | never: the main thread does it first, forward and backward; then frozen | isolation |
+| `isolate` | at once, each at its first micro-batch | isolation |
+| `lock` | in turns, while nobody else works | one lock around each first micro-batch |
+| `force` | at once | `force_compile_during_fx_trace`: the error F1 only |
+| `none` | at once | nothing: for measuring what the others are worth |
+| `eager` | never, and nobody else does | |
 
-After the freeze a compile is a failure, with the function, its line, the thread and the failed guards in the message. Silent
-uncompiled execution cannot hide: each compiled graph counts its runs, and a call that ran no graph is a fallback.
+Each drafter's forward is one `torch.compile(fullgraph=True, dynamic=False)` graph. After a worker's first micro-batch of a kind
+(training, validation) a compile is a failure, and so is a call that ran no graph, everywhere.
 
-Known limit: the counting needs a backend that Dynamo calls with the graph, which all of torch's backends are.
+Isolated policies run backward in the calling thread: autograd's device thread is one for all threads of a GPU, can wait for the
+compile lock that another thread holds (F8), and has none of the caller's settings from torch 2.12. Settings of Dynamo are
+applied in every thread that does not see them (from torch 2.12 they are per thread, F9) and verified there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import CodeType
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo import config as dynamo
 from torch._dynamo.backends.registry import lookup_backend
-from torch._dynamo.convert_frame import register_bytecode_hook
-from torch._dynamo.utils import counters, guard_failures
 
+from dflash.compile_counts import CompileCounts, CompileReport
 from dflash.config import CompileConfig, ConfigError
-from dflash.fx import seams
+from dflash.fx.isolation import IsolationError, isolated
+from dflash.turns import Turns
 
-ENTRIES_PER_DRAFTER = 4  # training and validation, each once more when Dynamo has to split a guard
+KINDS = 2  # training and validation
+COMPILES_PER_KIND = 2  # Dynamo may split a guard once
+_ISOLATED = frozenset({"prewarm", "isolate"})
+_FORCE = "force_compile_during_fx_trace"
 
 
 class RecompileError(RuntimeError):
     """Something compiled after the freeze, or ran uncompiled."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompileReport:
-    """What compiling did in this run."""
-
-    policy: str
-    backend: str
-    compiles_in_warmup: int
-    recompiles_after_warmup: tuple[str, ...]  # one line each: function, place, thread, reason
-    calls: int  # calls of compiled functions
-    graph_runs: int  # of them, those that ran a compiled graph
-    graph_breaks: int
-    fallbacks: tuple[str, ...]  # one line each
-
-
 class CompilePolicy:
     """Compiles drafters and watches all compiling in the process. Thread-safe; use `watching` around the whole run."""
 
     def __init__(self, config: CompileConfig, *, num_drafters: int) -> None:
+        """Raises ConfigError when this torch cannot do what the policy needs."""
         self.config = config
-        self._num_drafters = num_drafters
-        self._lock = threading.Lock()
-        self._calls = 0
-        self._graph_runs = 0
-        self._compiles_in_warmup = 0
-        self._after_warmup: list[tuple[str, str]] = []
-        self._frozen = False
-        self._graph_breaks_before = 0
-        self._warnings_before: frozenset[str] = frozenset()  # a process remembers them for ever
+        self._counts = CompileCounts()
+        self._turns = Turns()
+        self._begun: set[tuple[str, str]] = set()
+        # Per code object, over all drafters and devices; threads that compile at once each fill an entry with the same graph.
+        self._settings: dict[str, Any] = {
+            "recompile_limit": max(dynamo.recompile_limit, KINDS * COMPILES_PER_KIND * num_drafters)
+        }
+        if config.policy == "force":
+            if not hasattr(dynamo, _FORCE):
+                raise ConfigError(f"compile.policy force: torch {torch.__version__} has no {_FORCE}; use prewarm or isolate")
+            self._settings[_FORCE] = True
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the main thread runs everything once before other threads exist."""
+        return self.config.policy in {"prewarm", "eager"}
 
     def compiled(self, module: nn.Module) -> Callable[..., torch.Tensor]:
         """The module as the policy lets it run. Raises ConfigError on an unknown backend."""
         if self.config.policy == "eager":
             return module
+        return self._counts.counting_calls(torch.compile(module, fullgraph=True, dynamic=False, backend=self._backend))
+
+    @functools.cached_property
+    def _backend(self) -> Callable[..., Any]:
+        """One for all drafters: Dynamo shares compiled code between drafters of one device only where the backend is the same."""
         try:
-            inner = lookup_backend(self.config.backend)
+            backend = lookup_backend(self.config.backend)
         except Exception as error:
             raise ConfigError(f"compile.backend {self.config.backend!r} is not known to this torch: {error}") from error
-        function = torch.compile(module, fullgraph=True, dynamic=False, backend=self._counting(inner))
-
-        def call(*args: Any) -> torch.Tensor:
-            with self._lock:
-                self._calls += 1
-            result: torch.Tensor = function(*args)
-            return result
-
-        return call
+        return self._counts.counting_runs(backend)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Count every compile of the process, and make room in Dynamo's cache for all drafters. Restores what it changes."""
-        self._graph_breaks_before = sum(counters["graph_break"].values())
-        self._warnings_before = frozenset(seams.fallback_warnings())
-        limit = max(torch._dynamo.config.recompile_limit, ENTRIES_PER_DRAFTER * self._num_drafters)
-        handle = register_bytecode_hook(self._on_compile)
-        try:
-            with torch._dynamo.config.patch(recompile_limit=limit):
-                yield
-        finally:
-            handle.remove()
+        """Count every compile of the process, protect its threads, make room in Dynamo's cache. Restores what it changes.
+
+        Raises ConfigError when the isolation that the policy needs cannot be had.
+        """
+        with self._isolation(), dynamo.patch(**self._settings), self._counts.watching():
+            yield
+
+    @contextlib.contextmanager
+    def in_worker(self) -> Iterator[None]:
+        """The settings of a thread that compiles or runs compiled code. Raises ConfigError when they do not hold there."""
+        with contextlib.ExitStack() as undo:
+            if self.config.policy != "none":
+                # Only where they are not seen: threads that patch settings of the process undo each other (F10).
+                unseen = {name: value for name, value in self._settings.items() if getattr(dynamo, name) != value}
+                if unseen:
+                    undo.enter_context(dynamo.patch(**unseen))
+                self._verify()
+            if self.config.policy in _ISOLATED:
+                undo.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+
+    @contextlib.contextmanager
+    def turn(self, worker: str, work: str) -> Iterator[None]:
+        """One micro-batch of a worker. Its first one of each kind of work may compile."""
+        first = (worker, work) not in self._begun
+        with self._place(alone=first), self._counts.expecting(first):
+            yield
+        self._begun.add((worker, work))
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """From here to the end of the block nothing may compile, except functions allowed by name."""
-        stance = "default" if self.config.allow_recompiles else "fail_on_recompile"
-        self._frozen = True
-        try:
-            with torch.compiler.set_stance(stance), _cache_entries_stay_in_place():
-                yield
-        finally:
-            self._frozen = False
+        """From here to the end of the block nothing compiles, but first micro-batches where the policy did not warm up."""
+        self._counts.everything_is_expected = False
+        with contextlib.ExitStack() as undo:
+            if self.warms_up and not self.config.allow_recompiles:
+                undo.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+            if self.config.policy != "none":
+                undo.enter_context(_cache_entries_stay_in_place())
+            undo.callback(setattr, self._counts, "everything_is_expected", True)
+            yield
 
     def check(self) -> None:
         """Raise RecompileError if anything compiled or fell back since the freeze that was not allowed."""
@@ -120,51 +142,44 @@ class CompilePolicy:
             raise RecompileError("compiled code was bypassed:\n" + "\n".join(report.fallbacks))
 
     def report(self) -> CompileReport:
-        """The counters now. Calls still running in another thread count as fallbacks until they return: ask between steps."""
-        graph_breaks = sum(counters["graph_break"].values()) - self._graph_breaks_before
-        with self._lock:
-            fallbacks = [warning for warning in seams.fallback_warnings() if warning not in self._warnings_before]
-            if self._calls > self._graph_runs:
-                fallbacks.append(
-                    f"{self._calls - self._graph_runs} of {self._calls} calls of compiled functions ran no compiled graph"
-                )
-            if graph_breaks:
-                fallbacks.append(f"{graph_breaks} graph breaks: {', '.join(map(repr, counters['graph_break']))}")
-            return CompileReport(
-                policy=self.config.policy,
-                backend=self.config.backend if self.config.policy != "eager" else "none",
-                compiles_in_warmup=self._compiles_in_warmup,
-                recompiles_after_warmup=tuple(
-                    line for name, line in self._after_warmup if name not in self.config.allow_recompiles
-                ),
-                calls=self._calls,
-                graph_runs=self._graph_runs,
-                graph_breaks=graph_breaks,
-                fallbacks=tuple(fallbacks),
+        """The counts now. Calls still running in another thread count as fallbacks until they return: ask between steps."""
+        return self._counts.report(
+            policy=self.config.policy,
+            backend=self.config.backend if self.config.policy != "eager" else "none",
+            allowed=self.config.allow_recompiles,
+        )
+
+    def _place(self, *, alone: bool) -> AbstractContextManager[None]:
+        if self.config.policy != "lock":
+            return contextlib.nullcontext()
+        return self._turns.alone() if alone else self._turns.together()
+
+    @contextlib.contextmanager
+    def _isolation(self) -> Iterator[None]:
+        if self.config.policy not in _ISOLATED:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(isolated())
+            except IsolationError as error:
+                raise ConfigError(f"compile.policy {self.config.policy}: {error}. Or use --compile.policy lock") from error
+            try:
+                yield
+            except BaseException as error:
+                try:
+                    stack.close()
+                except IsolationError as left:  # a thread of the failed run is still inside a trace
+                    error.add_note(str(left))
+                raise
+
+    def _verify(self) -> None:
+        wrong = {name: getattr(dynamo, name) for name, value in self._settings.items() if getattr(dynamo, name) != value}
+        if wrong:
+            raise ConfigError(
+                f"Dynamo's settings do not hold in thread {threading.current_thread().name}: found {wrong}, "
+                f"expected {self._settings}; something else in this process sets them"
             )
-
-    def _counting(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def backend(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor], **options: Any) -> Callable[..., Any]:
-            run = inner(graph, example_inputs, **options)
-
-            def counted(*args: Any) -> Any:
-                with self._lock:
-                    self._graph_runs += 1
-                return run(*args)
-
-            return counted
-
-        return backend
-
-    def _on_compile(self, code: CodeType, new_code: CodeType) -> None:  # noqa: ARG002 - Dynamo's hook signature
-        with self._lock:
-            if not self._frozen:
-                self._compiles_in_warmup += 1
-                return
-            reasons = guard_failures.get(code) or ["first compile of this function"]
-            place = f"{code.co_filename}:{code.co_firstlineno}"
-            line = f"- {code.co_name} ({place}) in thread {threading.current_thread().name}: {reasons[-1]}"
-            self._after_warmup.append((code.co_name, line))
 
 
 @contextlib.contextmanager
@@ -174,7 +189,7 @@ def _cache_entries_stay_in_place() -> Iterator[None]:
     A thread that searches the list just then may miss its own entry and recompile for nothing (F18). Training and validation
     are two entries that all drafters share.
     """
-    switch: Callable[[bool], object] | None = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
+    switch: Callable[[bool], Any] | None = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
     if switch is None:
         yield
         return

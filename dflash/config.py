@@ -127,9 +127,10 @@ class OptimConfig:
 class CompileConfig:
     """Who may compile what, when."""
 
-    policy: Literal["prewarm", "eager"] = "prewarm"
+    policy: Literal["prewarm", "isolate", "lock", "force", "none", "eager"] = "prewarm"  # see dflash/compile_policy.py
     backend: str = "inductor"
     allow_recompiles: tuple[str, ...] = ()  # names of functions that may compile after warm-up
+    cache: Path | None = None  # directory for compiled code, see dflash/compile_cache.py; None: torch's own place
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from dflash import checkpoint, device_time, events, measuring, telemetry
 from dflash.assembly import Parts, build
 from dflash.batch import LossSums, PackedBatch, StepStats, TargetStates
 from dflash.checkpoint import CheckpointError, TrainState
+from dflash.compile_cache import CompileCache
 from dflash.compile_policy import CompilePolicy
 from dflash.config import RunConfig, Topology, to_dict
 from dflash.engine.devices import Placement, place
@@ -43,6 +44,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     resumed = _saved_state(config)
     config.output.mkdir(parents=True, exist_ok=True)
     policy = CompilePolicy(config.compile, num_drafters=len(placement.drafters))
+    cache = CompileCache(config.compile.cache)
     with _cpu_threads(config), policy.watching(), _stop_on_signals() as stop:
         first_step = resumed.step if resumed else 0
         devices = (*placement.targets, *placement.drafters)
@@ -52,11 +54,16 @@ def train(config: RunConfig) -> dict[str, Any]:
             measured.times = trainer.worker_times
             trainer.start(resumed)
             (config.output / "config.json").write_text(json.dumps(to_dict(config), indent=1))
-            trainer.warm_up()
-            with policy.frozen():
-                trainer.run(first_step)
+            with cache.active():
+                trainer.warm_up()
+                if policy.warms_up:
+                    cache.save()
+                with policy.frozen():
+                    trainer.run(first_step)
+                if not policy.warms_up:
+                    cache.save()
             measure = {"measure": measured.result()} if config.measure.on else {}
-            result: dict[str, Any] = events.finite(trainer.result() | measure)
+            result: dict[str, Any] = events.finite(trainer.result() | {"compile_cache": cache.state} | measure)
             events.record("result", **result)
     (config.output / "result.json").write_text(json.dumps(result, indent=1))
     return result
@@ -100,8 +107,19 @@ class Trainer:
         self._validation = self._parts.validation_states()
 
     def warm_up(self) -> None:
-        """Compile everything the run will call, one drafter after the other, forward and backward, in this thread."""
+        """Compile everything the run will call, one drafter after the other, forward and backward, in this thread.
+
+        A policy that lets the engine's threads compile does without.
+        """
         started = time.perf_counter()
+        if self._policy.warms_up:
+            with self._policy.in_worker():
+                self._run_everything_once()
+        self._warmup_seconds = time.perf_counter() - started
+        if self._steps_done == 0 and self._config.checkpoint.keep_untrained and not self._config.measure.on:
+            self._save(0)
+
+    def _run_everything_once(self) -> None:
         first = self._parts.targets[0].produce(self._steps_done * self._config.optim.batches_per_step)
         for number, drafter in enumerate(self._parts.drafters):
             what = f"drafter {number + 1} of {len(self._parts.drafters)} on {drafter.device}"
@@ -114,9 +132,6 @@ class Trainer:
                     drafter.validate(states)
         for target in self._parts.targets[1:]:
             target.produce(0)
-        self._warmup_seconds = time.perf_counter() - started
-        if self._steps_done == 0 and self._config.checkpoint.keep_untrained and not self._config.measure.on:
-            self._save(0)
 
     def run(self, first_step: int) -> None:
         """Start the engine and wait for its end."""
@@ -133,6 +148,7 @@ class Trainer:
             num_steps=optim.steps,
             batches_per_step=per_step,
             finish_step=self.finish_step,
+            in_worker=self._policy.in_worker,
         )
         events.record("phase", text="training")
         self._started = self._step_started = time.perf_counter()

@@ -43,8 +43,12 @@ class Contribution:
 class TargetModelWorker:
     """Makes the target states of numbered micro-batches on one device."""
 
-    def __init__(self, runner: TargetRunner, stream: PackedStream, device: torch.device) -> None:
+    def __init__(
+        self, name: str, runner: TargetRunner, stream: PackedStream, device: torch.device, policy: CompilePolicy
+    ) -> None:
+        self.name = name
         self.device = device
+        self._policy = policy
         self._runner = runner
         self._stream = stream
 
@@ -54,6 +58,10 @@ class TargetModelWorker:
 
     def run(self, batch: PackedBatch) -> TargetStates:
         """The states of any batch, complete on this worker's device."""
+        with self._policy.turn(self.name, "target"):
+            return self._run(batch)
+
+    def _run(self, batch: PackedBatch) -> TargetStates:
         batch = batch.to(self.device)
         features, final_hidden = self._runner.run(batch)
         if self.device.type == "cpu":  # there the drafter runs without autocast, in fp32
@@ -66,10 +74,12 @@ class DrafterModelWorker:
     """One drafter replica: fp32 weights in one flat tensor, forward and backward under autocast where the device has bf16."""
 
     def __init__(
-        self, config: RunConfig, shape: DrafterShape, ends: FrozenEnds, device: torch.device, policy: CompilePolicy
+        self, name: str, config: RunConfig, shape: DrafterShape, ends: FrozenEnds, device: torch.device, policy: CompilePolicy
     ) -> None:
         """The replica on `device`, with weights drawn from the run's seed: equal on every device."""
+        self.name = name
         self.device = device
+        self._policy = policy
         self.shape = shape
         self.ends = ends
         self._config = config
@@ -80,7 +90,10 @@ class DrafterModelWorker:
 
     def accumulate(self, states: TargetStates) -> None:
         """Add the gradients of one micro-batch. Raises NonFiniteError; returns when the device is done."""
-        states = states.to(self.device)
+        with self._policy.turn(self.name, "training"):
+            self._accumulate(states.to(self.device))
+
+    def _accumulate(self, states: TargetStates) -> None:
         sums = self.loss(states)
         sums.loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         if not bool(torch.isfinite(sums.loss)):
@@ -91,7 +104,8 @@ class DrafterModelWorker:
     @torch.no_grad()
     def validate(self, states: TargetStates) -> LossSums:
         """The sums of a held-out micro-batch, without gradients."""
-        return self.loss(states.to(self.device))
+        with self._policy.turn(self.name, "validation"):
+            return self.loss(states.to(self.device))
 
     def take_contributions(self) -> list[Contribution]:
         """What was accumulated since the last call; `clear_gradients` when it has been used."""

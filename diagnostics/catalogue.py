@@ -165,6 +165,14 @@ CATALOGUE = {
         "Make block masks in one thread at a time (a lock around the call is enough), or once, before the threads start; "
         "dflash.fx.isolate() keeps annotations per thread.",
     ),
+    "skipped": Failure(
+        "Dynamo has given a function up: it runs uncompiled",
+        "A compile that fails while suppress_errors is set, a graph break that it cannot resume from (in a loop, in a with "
+        "block), or up to torch 2.14 a first call under a TorchDispatchMode makes Dynamo skip the function for the life of the "
+        "process, also for calls that had a compiled version.",
+        "Set torch._dynamo.config.suppress_errors to False and mend the error; TORCH_LOGS=graph_breaks shows the breaks; call "
+        "the function once without the mode. fullgraph=True turns each of these into an error.",
+    ),
     "stance": Failure(
         "compiled functions were told to run uncompiled",
         "torch.compiler.set_stance is one for the process: every thread's compiled functions follow it while it holds.",

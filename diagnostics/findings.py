@@ -12,6 +12,7 @@ from diagnostics.records import Finding, Observation, Severity
 
 _OF_THREADS = frozenset({"trace", "compile", "graph", "overlap", "foreign_call", "foreign_flag", "lock"})
 _ALSO_ALONE = frozenset({"F3", "unclassified"})
+_Merged = dict[tuple[str, tuple[str, ...], str], Finding]  # by failure, threads, and what tells them apart
 _ORDER: dict[Severity, int] = {"error": 0, "hazard": 1, "info": 2}
 
 
@@ -20,12 +21,12 @@ def conclude(observations: Iterable[Observation]) -> tuple[Finding, ...]:
     observations = tuple(observations)
     threaded = len({thread for seen in observations if seen.kind in _OF_THREADS for thread in seen.threads}) > 1
     met = any(seen.kind in ("overlap", "foreign_call", "leak") for seen in observations)
-    merged: dict[tuple[str, tuple[str, ...]], Finding] = {}
+    merged: _Merged = {}
     for observation in observations:
         rule = _RULES.get(observation.kind)
         found = rule(observation) if rule is not None else None
         if found is not None:
-            if found.id == "stance" and not threaded:  # on purpose, and nobody else to hit
+            if found.id == "stance" and found.severity == "hazard" and not threaded:  # on purpose, and nobody else to hit
                 found = dataclasses.replace(found, severity="info")
             _merge(merged, found)
     for observation in observations:
@@ -43,11 +44,11 @@ def conclude(observations: Iterable[Observation]) -> tuple[Finding, ...]:
 
 def conclude_all(processes: Sequence[ProcessRecord]) -> tuple[Finding, ...]:
     """The findings of all processes, errors first; the same one of several processes is one, with all their labels."""
-    merged: dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], Finding] = {}
+    merged: dict[tuple[str, str, tuple[str, ...], tuple[str, ...], str], Finding] = {}
     for record in processes:
         for found in conclude(record.observations):
             label = record.label if len(processes) > 1 else ""
-            key = (found.id, found.severity, found.who, found.where)
+            key = (found.id, found.severity, found.who, found.where + found.others, _detail(found))
             known = merged.get(key)
             if known is None:
                 merged[key] = dataclasses.replace(found, process=label)
@@ -62,10 +63,15 @@ def _rank(finding: Finding) -> tuple[int, int, str]:
     return _ORDER[finding.severity], int(number[0]) if number else 99, finding.id
 
 
-def _merge(merged: dict[tuple[str, tuple[str, ...]], Finding], found: Finding) -> None:
-    key = (found.id, found.who)
+def _merge(merged: _Merged, found: Finding) -> None:
+    key = (found.id, found.who, _detail(found))
     known = merged.get(key)
     merged[key] = found if known is None else dataclasses.replace(known, count=known.count + found.count)
+
+
+def _detail(found: Finding) -> str:
+    """What tells findings of the same failure and threads apart: uncompiled calls are counted for each function."""
+    return found.what if found.id in {"F7", "skipped", "stance"} and found.severity != "info" else ""
 
 
 def _explained(finding: Finding, errors: list[Finding]) -> bool:
@@ -87,12 +93,14 @@ def _finding(failure: str, severity: Severity, detail: str, observation: Observa
     )
 
 
+def _other(thread: str, lines: Sequence[str]) -> tuple[str, ...]:
+    return (f"{thread}: {' <- '.join(reversed(lines)) or 'a place outside the program'}",)
+
+
 def _overlap(seen: Observation) -> Finding:
     first, second = seen.threads
-    where = " <- ".join(reversed(seen.fields.get("where_first", [])[-2:]))
-    return _finding(
-        "F5-overlap", "hazard", f"{second} began while {first} traced at {where or 'a place outside the program'}", seen
-    )
+    found = _finding("F5-overlap", "hazard", f"{second} began while {first} traced", seen)
+    return dataclasses.replace(found, others=_other(first, seen.fields.get("where_first", ())))
 
 
 def _foreign_call(seen: Observation) -> Finding | None:
@@ -117,17 +125,28 @@ def _foreign_flag(seen: Observation) -> Finding:
         return _finding("F1-own", severity, f"in {victim}; the call {effect}", dataclasses.replace(seen, threads=(victim,)))
     if owner == "none in progress":
         return _finding("F6", "error", f"a compiled call in {victim} {effect}", dataclasses.replace(seen, threads=(victim,)))
-    where = " <- ".join(reversed(seen.fields["where_first"][-2:]))
-    detail = f"{victim} called while {owner} traced with {seen.fields['tracer']} at {where or 'a place outside the program'}"
-    return _finding("F2" if effect == "runs uncompiled" else "F1", severity, detail, seen)
+    detail = f"{victim} called while {owner} traced with {seen.fields['tracer']}"
+    found = _finding("F2" if effect == "runs uncompiled" else "F1", severity, detail, seen)
+    return dataclasses.replace(found, others=_other(owner, seen.fields["where_first"]))
 
 
 def _leak(seen: Observation) -> Finding:
     failure = re.search(r"\((F\d+)\)", seen.name)  # dflash.fx.seams names it
-    return _finding(failure[1] if failure else "F5", "error", seen.name.partition(". ")[0], seen)
+    found = _finding(failure[1] if failure else "F5", "error", seen.name.partition(". ")[0], seen)
+    others = [f"{thread}: {line}" for thread, line in zip(seen.threads, seen.where, strict=False)]
+    return dataclasses.replace(found, where=(), others=tuple(others))
 
 
 def _fallback(seen: Observation) -> Finding:
+    why, thread = seen.fields.get("why"), ", ".join(seen.threads)
+    if why == "stance":
+        own = seen.fields["setter"] in seen.threads
+        return _finding("stance", "hazard" if own else "error", f"in {thread}, {seen.name}", seen)
+    if why in {"limit", "skipped"}:
+        failure = "F7" if why == "limit" else "skipped"
+        return _finding(failure, "error", f"calls in {thread} ran uncompiled, because {seen.name}", seen)
+    if why == "graph break":
+        return _finding("skipped", "info", f"{seen.name}; what it calls may be compiled", seen)
     return _finding("F7", "error" if seen.where else "hazard", seen.name, seen)
 
 
@@ -150,7 +169,8 @@ def _setting(seen: Observation) -> Finding:
             "F10", "error", f"{values} after the patches of {', '.join(seen.threads)}, it was {seen.fields['set_to']!r}", seen
         )
     setter, compiler = seen.threads
-    return _finding("F9", "hazard", f"{values} in {compiler}, which compiles; {setter} set it to {seen.fields['set_to']!r}", seen)
+    detail = f"{values} in {compiler}, which compiles; {setter} set it to {seen.fields['set_to']!r}"
+    return dataclasses.replace(_finding("F9", "hazard", detail, seen), others=_other(setter, seen.fields["where_first"]))
 
 
 def _foreign_compiling(seen: Observation) -> Finding:
@@ -165,7 +185,7 @@ def _stance(seen: Observation) -> Finding:
 def _deadlock(seen: Observation) -> Finding:
     holder, waiter = seen.threads
     detail = f"{waiter} waits for the compile lock, {holder} holds it and waits inside autograd"
-    return _finding("F8", "error", detail, seen)
+    return dataclasses.replace(_finding("F8", "error", detail, seen), others=_other(holder, seen.fields["where_first"]))
 
 
 def _needless(seen: Observation) -> Finding | None:

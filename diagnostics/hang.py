@@ -20,10 +20,11 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from diagnostics.output import write_text
 from diagnostics.stacks import CannotObserve, NoSuchProcess, has_ended, take
+from diagnostics.tables import Table
+from diagnostics.terminal import print_detail, print_table
 from diagnostics.thread_states import ThreadState
 from diagnostics.waiting import HangReport, analyse
 
@@ -98,13 +99,14 @@ class _Watcher:
 def print_report(console: Console, report: HangReport) -> None:
     """The threads, what is stuck and what to do."""
     if report.threads:
-        console.print(_table(report))
+        print_table(console, _table(report), lines_between_rows=True)
     for finding in report.findings:
         colour = "red" if finding.severity == "error" else "yellow"
         console.print(f"[bold {colour}]{finding.severity} {finding.id}[/] {escape(finding.what)}", highlight=False)
-        console.print(f"    where: {escape(' | '.join(finding.where))}", highlight=False)
-        console.print(f"    why: {escape(finding.why)}", highlight=False)
-        console.print(f"    what to do: {escape(finding.what_to_do)}", highlight=False)
+        for place in finding.others:
+            print_detail(console, "where", place)
+        print_detail(console, "why", finding.why)
+        print_detail(console, "what to do", finding.what_to_do)
     for sentence in report.not_observed:
         console.print(f"[yellow]not observed[/]: {escape(sentence)}", highlight=False)
     if not report.stuck:
@@ -112,9 +114,8 @@ def print_report(console: Console, report: HangReport) -> None:
 
 
 def _table(report: HangReport) -> Table:
-    table = Table(title=f"Threads of process {report.pid}", title_justify="left", show_lines=True)
-    for header in ("thread", "native id", "state", "where (torch, then the program)", "waits for"):
-        table.add_column(header, overflow="fold")
+    headers = ("thread", "native id", "state", "where (torch, then the program)", "waits for")
+    rows = []
     for thread in report.threads:
         where = "\n".join(dict.fromkeys((thread.at, *reversed(thread.where))))
         cells = (
@@ -124,8 +125,8 @@ def _table(report: HangReport) -> Table:
             where,
             _waits_for(thread, report),
         )
-        table.add_row(*(escape(cell) for cell in cells))
-    return table
+        rows.append(cells)
+    return Table(f"Threads of process {report.pid}", headers, tuple(rows))
 
 
 def _state(thread: ThreadState) -> str:

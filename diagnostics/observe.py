@@ -16,6 +16,7 @@ from diagnostics.probes.probe import Probe
 from diagnostics.probes.selector import SelectorProbe
 from diagnostics.probes.threads import ThreadsProbe
 from diagnostics.probes.tracer import TracerProbe
+from diagnostics.probes.uncompiled import UncompiledProbe
 from diagnostics.records import Log
 
 PROBES: tuple[type[Probe], ...] = (
@@ -23,6 +24,7 @@ PROBES: tuple[type[Probe], ...] = (
     ModulesProbe,
     FlagProbe,
     CompilesProbe,
+    UncompiledProbe,
     ConfigProbe,
     SelectorProbe,
     ThreadsProbe,

@@ -1,16 +1,19 @@
 """What the probes cost while nothing traces: `python -m diagnostics.overhead [--json FILE]`.
 
 Three pieces of work are timed with and without probes: a call of a compiled function, a call of an `nn.Module`, and a training
-step (forward, backward, AdamW) of a compiled MLP. A repetition times both sides in one process, one after the other, in
-alternating order, with attaching and a warm-up outside the clock; what is reported is the median over repetitions of the
-difference within each, and its quartiles, which say how far the machine lets the number be trusted. Stretches are short, so that
-what else the machine does hits few of the pairs.
+step (forward, backward, AdamW) of a compiled MLP. A round times three short stretches, one after the other: without probes, with
+them, and without again, in one order and then in the reverse; attaching and a warm-up are outside the clock. Of each side the
+fastest tenth of its timings counts: what else the machine does makes them slower, never faster. Rounds fall into groups;
+what is printed is the median over groups, and the least and the greatest.
 
-Goals are printed beside the measurements and decide nothing. Exit codes: 0 measured, 2 bad usage, 3 a probe was not attached.
+The two sides without probes are compared in the same way, which is the noise floor: it would be zero on a perfect machine, and
+differences within it mean nothing. The load of the machine is printed, too.
 
-Known limits: CPU, one thread of the program; the cost while something traces is another question. On a busy machine the
-difference of a training step drowns in the spread: then its sign means nothing. `--clock cpu` counts the processor time of the
-process instead of the wall's, which a busy machine disturbs less, and which does not see waiting.
+Goals are printed beside the measurements and decide nothing. Exit codes: 0 measured, 2 bad usage, 3 a probe was not attached, or
+something was compiled under the clock.
+
+Known limits: CPU, one thread of the program; the cost while something traces is another question. `--clock cpu` counts the
+processor time of the process, which a busy machine disturbs less, and which does not see waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
+import math
+import os
 import statistics
 import sys
 import time
@@ -29,15 +35,21 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from diagnostics.observe import observed
 from diagnostics.records import Log
+from diagnostics.tables import Table
+from diagnostics.terminal import print_table
 
 _WIDTH, _LAYERS = 256, 8  # of the MLP
 _PROBING_ROWS = 64  # of the step that the number of rows is chosen by
-_WARM_UP_CALLS = 3
+_WARM_UP_CALLS = 50  # or as many as a stretch has; the interpreter adapts to a function anew when its code has changed
+_TIMINGS = 10  # of calls, in a stretch: a few milliseconds each, which fit between the turns of other programs
+_GROUPS = 5
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+_Side = list[list[float]]  # the timings of each round
 
 
 @dataclass(frozen=True)
@@ -46,34 +58,37 @@ class Work:
 
     name: str
     call: Callable[[], object]
-    calls: int  # in one timed stretch
+    calls: int  # in one timing
     unit: str
     seconds_per_unit: float
     goal: float
     is_percent: bool = False
+    timings: int = 1  # in one stretch
     clock: Callable[[], float] = time.perf_counter
 
 
 @dataclass(frozen=True)
 class Row:
-    """One work's cost per call, in `unit`: medians over repetitions; `added` are (lower quartile, median, upper quartile)."""
+    """One work's cost per call, in `unit`; `added` and `floor`, in `goal_unit`, are (least, median, greatest) over groups."""
 
     name: str
     unit: str
     without: float
     with_probes: float
     added: tuple[float, float, float]
-    ratio: float
-    added_percent: tuple[float, float, float]
+    floor: tuple[float, float, float]
     goal: float
     goal_unit: str
     calls: int
-    repetitions: int
+    rounds: int
 
     @property
-    def compared(self) -> tuple[float, float, float]:
-        """What the goal is about."""
-        return self.added_percent if self.goal_unit == "%" else self.added
+    def verdict(self) -> str:
+        """Whether the goal is met, as far as the noise floor lets this be said."""
+        if max(map(abs, self.floor)) > self.goal:
+            return "noise above the goal"
+        least, _, greatest = self.added
+        return "met" if greatest < self.goal else "not met" if least > self.goal else "undecided"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,19 +100,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         training_step(options.steps, options.step_milliseconds / 1000),
     )
     not_observed: dict[str, None] = {}
-    clock = _CLOCKS[options.clock]
-    rows = [measure(dataclasses.replace(work, clock=clock), options.repetitions, not_observed) for work in works]
+    clock, load_before = _CLOCKS[options.clock], _load()
+    rows = [measure(dataclasses.replace(work, clock=clock), options.rounds, not_observed) for work in works]
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(_table(rows))
-    how = f"{options.clock} clock, {options.repetitions} repetitions"
+    print_table(console, _table(rows))
+    how = f"{options.clock} clock, {options.rounds} rounds, load {load_before} before and {_load()} after"
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads of torch, {how}", highlight=False)
     for sentence in not_observed:
         console.print(f"[yellow]not observed[/]: {escape(sentence)}", highlight=False)
     if options.json is not None:
         content = {
-            "version": 1,
+            "version": 2,
             "torch": torch.__version__,
             "clock": options.clock,
+            "load": [load_before, _load()],
             "rows": [dataclasses.asdict(row) for row in rows],
             "not_observed": list(not_observed),
         }
@@ -109,30 +125,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 3 if not_observed else 0
 
 
-def measure(work: Work, repetitions: int, not_observed: dict[str, None]) -> Row:
+def measure(work: Work, rounds: int, not_observed: dict[str, None]) -> Row:
     """Time `work` with and without probes; sentences of probes that were not attached go to `not_observed`."""
     gc.collect()
-    pairs: list[tuple[float, float]] = []
-    for repetition in range(repetitions):
-        if repetition % 2:
-            with_probes, without = _observed(work, not_observed), _timed(work)
-        else:
-            without, with_probes = _timed(work), _observed(work, not_observed)
-        pairs.append((without, with_probes))
-    added = [with_probes - without for without, with_probes in pairs]
-    percent = [100 * (with_probes / without - 1) for without, with_probes in pairs]
+    first: _Side = []
+    probed: _Side = []
+    second: _Side = []
+    for number in range(rounds):
+        stretches = [_timed(work), _observed(work, not_observed), _timed(work)]
+        before, with_probes, after = stretches if number % 2 else stretches[::-1]
+        first.append(before)
+        probed.append(with_probes)
+        second.append(after)
+    without, with_them = _fastest([*first, *second]), _fastest(probed)
     return Row(
         name=work.name,
         unit=work.unit,
-        without=statistics.median(without for without, _ in pairs),
-        with_probes=statistics.median(with_probes for _, with_probes in pairs),
-        added=_quartiles(added),
-        ratio=statistics.median(with_probes / without for without, with_probes in pairs),
-        added_percent=_quartiles(percent),
+        without=without,
+        with_probes=with_them,
+        added=_compared(work, [first, second], [probed]),
+        floor=_compared(work, [first], [second]),
         goal=work.goal,
         goal_unit="%" if work.is_percent else work.unit,
         calls=work.calls,
-        repetitions=repetitions,
+        rounds=rounds,
     )
 
 
@@ -144,14 +160,14 @@ def compiled_call(calls: int) -> Work:
 
     compiled = torch.compile(add_one, backend="eager")
     x = torch.ones(1)
-    return Work("compiled call", lambda: compiled(x), calls, "us", 1e-6, goal=1.0)
+    return Work("compiled call", lambda: compiled(x), calls, "us", 1e-6, goal=1.0, timings=_TIMINGS)
 
 
 def module_call(calls: int) -> Work:
     """A call of a module that does nothing."""
     module = torch.nn.Identity()
     x = torch.ones(1)
-    return Work("nn.Module call", lambda: module(x), calls, "us", 1e-6, goal=0.1)
+    return Work("nn.Module call", lambda: module(x), calls, "us", 1e-6, goal=0.1, timings=_TIMINGS)
 
 
 def training_step(steps: int, step_seconds: float) -> Work:
@@ -169,14 +185,15 @@ def training_step(steps: int, step_seconds: float) -> Work:
 
     x = torch.randn(_PROBING_ROWS, _WIDTH)
     probing = Work("", lambda: step(x), 3, "s", 1.0, goal=0.0)
-    fixed = _timed(dataclasses.replace(probing, call=optimizer.step))
-    rows = max(1, round(_PROBING_ROWS * max(0.0, step_seconds - fixed) / max(1e-9, _timed(probing) - fixed)))
+    (fixed,) = _timed(dataclasses.replace(probing, call=optimizer.step))
+    (whole,) = _timed(probing)
+    rows = max(1, round(_PROBING_ROWS * max(0.0, step_seconds - fixed) / max(1e-9, whole - fixed)))
     forward = torch.compile(model, backend="aot_eager")
     x = torch.randn(rows, _WIDTH)
     return Work(f"training step, {rows} rows", lambda: step(x), steps, "ms", 1e-3, goal=0.5, is_percent=True)
 
 
-def _observed(work: Work, not_observed: dict[str, None]) -> float:
+def _observed(work: Work, not_observed: dict[str, None]) -> list[float]:
     with observed() as log:
         result = _timed(work)
     not_observed.update(dict.fromkeys(_sentences(log, work)))
@@ -189,44 +206,72 @@ def _sentences(log: Log, work: Work) -> list[str]:
     return sentences + [f"{work.name}: {one.name} was compiled under the clock" for one in seen if one.kind == "compile"]
 
 
-def _timed(work: Work) -> float:
-    """`work.unit`s per call. The garbage collector does not run under the clock."""
-    for _ in range(_WARM_UP_CALLS):
+def _timed(work: Work) -> list[float]:
+    """`work.unit`s per call, of each timing. The garbage collector does not run under the clock."""
+    for _ in range(min(_WARM_UP_CALLS, work.calls)):
         work.call()
-    call, clock, numbers = work.call, work.clock, range(work.calls)
+    call, clock, numbers, seconds = work.call, work.clock, range(work.calls), []
     collecting = gc.isenabled()
     gc.disable()
     try:
-        start = clock()
-        for _ in numbers:
-            call()
-        seconds = clock() - start
+        for _ in range(work.timings):
+            start = clock()
+            for _ in numbers:
+                call()
+            seconds.append(clock() - start)
     finally:
         if collecting:
             gc.enable()
-    return seconds / work.calls / work.seconds_per_unit
+    return [each / work.calls / work.seconds_per_unit for each in seconds]
 
 
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
+def _fastest(side: _Side) -> float:
+    """Mean of the fastest tenth of the timings."""
+    timings = sorted(itertools.chain.from_iterable(side))
+    return statistics.fmean(timings[: math.ceil(len(timings) / 10)])
+
+
+def _compared(work: Work, before: list[_Side], after: list[_Side]) -> tuple[float, float, float]:
+    """What the sides of `after` add to those of `before`, by group of rounds: least, median, greatest."""
+    groups = min(_GROUPS, len(before[0]))
+    added = []
+    for group in range(groups):
+        less, more = (_fastest([timings for side in sides for timings in side[group::groups]]) for sides in (before, after))
+        added.append(100 * (more / less - 1) if work.is_percent else more - less)
+    return min(added), statistics.median(added), max(added)
+
+
+def _load() -> str:
+    """Running programs on this machine, averaged over the last minute, and its processors."""
+    try:
+        return f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    except (AttributeError, OSError):  # not a Unix, or not allowed
+        return "unknown"
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title="What the probes add while nothing traces (medians; quartiles in brackets)", title_justify="left")
-    for header in ("work", "without", "with", "ratio", "added", "goal"):
-        table.add_column(header, justify="left" if header == "work" else "right")
-    for row in rows:
-        low, middle, high = row.compared
-        table.add_row(
-            escape(row.name),
+    title = (
+        "What the probes add while nothing traces (fastest tenth of the timings; least and greatest of the groups in brackets)"
+    )
+    headers = ("work", "without", "with", "added", "noise floor", "goal", "verdict")
+    cells = (
+        (
+            row.name,
             f"{row.without:.3f} {row.unit}",
             f"{row.with_probes:.3f} {row.unit}",
-            f"{row.ratio:.4f}",
-            escape(f"{middle:+.3f} [{low:+.3f}, {high:+.3f}] {row.goal_unit}"),
+            _range(row.added, row.goal_unit),
+            _range(row.floor, row.goal_unit),
             f"under {row.goal:g} {row.goal_unit}",
+            row.verdict,
         )
-    return table
+        for row in rows
+    )
+    return Table(title, headers, tuple(cells))
+
+
+def _range(values: tuple[float, float, float], unit: str) -> str:
+    least, median, greatest = values
+    return f"{median:+.3f} [{least:+.3f}, {greatest:+.3f}] {unit}"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -234,14 +279,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m diagnostics.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
-    parser.add_argument("--repetitions", type=int, default=60, help="of each pair (default 60)")
-    parser.add_argument("--calls", type=int, default=1000, help="compiled and module calls in one stretch (default 1000)")
-    parser.add_argument("--steps", type=int, default=2, help="training steps in one stretch (default 2)")
+    parser.add_argument("--rounds", type=int, default=200, help="of three stretches each (default 200)")
+    parser.add_argument("--calls", type=int, default=100, help="compiled and module calls in one timing (default 100)")
+    parser.add_argument("--steps", type=int, default=1, help="training steps in one timing (default 1)")
     parser.add_argument("--clock", choices=tuple(_CLOCKS), default="wall", help="default wall; cpu on a busy machine")
-    parser.add_argument("--step-milliseconds", type=float, default=50.0, help="about how long a step takes (default 50)")
+    parser.add_argument("--step-milliseconds", type=float, default=20.0, help="about how long a step takes (default 20)")
     options = parser.parse_args(arguments)
-    if min(options.calls, options.steps) < 1 or options.step_milliseconds <= 0 or options.repetitions < 2:
-        parser.error("use at least 2 --repetitions, 1 --calls, 1 --steps, and --step-milliseconds above 0")
+    if min(options.calls, options.steps) < 1 or options.step_milliseconds <= 0 or options.rounds < 2:
+        parser.error("use at least 2 --rounds, 1 --calls, 1 --steps, and --step-milliseconds above 0")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: there is no directory {options.json.absolute().parent}")
     return options

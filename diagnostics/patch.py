@@ -11,17 +11,20 @@ tracing flag, and wraps `Tracer.trace` at its first use, so that a replacement w
 Dynamo would look at it where it is off while it calls the original.
 
 Observation must not change what is observed: a subscriber that raises is reported, never the program's problem. What
-remains visible: two more frames in stack traces, and a few microseconds a call.
+remains visible: the observed function stands twice in a stack trace, once at its `def` line, and a few microseconds a call.
 """
 
 from __future__ import annotations
 
 import abc
+import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import itertools
 import sys
+import textwrap
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -33,8 +36,9 @@ Finish = Callable[[Any, BaseException | None], None]  # called with the result, 
 Subscriber = Callable[[tuple[Any, ...], dict[str, Any]], Finish | None]  # called before the original, with its arguments
 Report = Callable[[str], None]
 _Entry = tuple[Subscriber, Report]
+_Finishes = list[tuple[Finish, Report]]
 _ABSENT = object()
-CALLS_BETWEEN_SAMPLES = 1000
+CALLS_BETWEEN_SAMPLES = 10_000  # what a sample looks at takes 0.2 ms
 
 
 class NotObservable(RuntimeError):
@@ -101,14 +105,13 @@ class Point(abc.ABC):
                 for _, report in self._subscribers:
                     report(str(reason))
 
-    def call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """The original, with the subscribers around it."""
-        assert self._original is not None
-        return call_observed(self._original, self._subscribers, arguments, keywords)
+    def begin(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Finishes:
+        """Tell the subscribers that a call begins."""
+        return _begin(self._subscribers, arguments, keywords)
 
     @abc.abstractmethod
     def _install(self) -> None:
-        """Lead calls to `call`, and set `_original`, which stays: somebody may have kept what is installed."""
+        """Lead calls to the subscribers and `_original`, which stays: somebody may have kept what is installed."""
 
     @abc.abstractmethod
     def _in_place(self) -> bool:
@@ -155,8 +158,14 @@ class Function(Point):
         original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
         original.__kwdefaults__ = function.__kwdefaults__
         self._original, self._function, self._original_code = original, function, function.__code__
-        self._code = _code_that_calls(self, function.__code__)
+        self._code = self._observing()
         function.__code__ = self._code
+
+    def _observing(self) -> types.CodeType:
+        """The code that torch's function gets."""
+        assert self._original_code is not None
+        code = self._original_code
+        return _observing(code, code.co_freevars, begin=self.begin, original=self._original)
 
     def _in_place(self) -> bool:
         return self._function is not None and self._function.__code__ is self._code
@@ -168,10 +177,7 @@ class Function(Point):
 
 
 class Check(Function):
-    """A function without arguments that is asked all the time and answers False: whoever hears of true answers only is cheap.
-
-    What the new code needs are its default arguments, which a call without arguments picks up without looking anything up.
-    """
+    """A function without arguments that is asked all the time and answers False: whoever hears of true answers only is cheap."""
 
     def __init__(self, module: str, name: str) -> None:
         super().__init__(module, name, (), only=True)
@@ -193,33 +199,28 @@ class Check(Function):
         with super().subscribed(subscriber, report):
             yield
 
-    def answered(self, answer: Any) -> None:
-        """Tell the subscribers of an answer."""
-        call_observed(lambda: answer, self._subscribers, (), {})
+    def _observed(self) -> Any:
+        assert self._original is not None
+        return call_observed(self._original, self._subscribers, (), {})
 
-    def _install(self) -> None:
-        super()._install()
-        assert self._function is not None
+    def _answered(self, answer: Any) -> None:
+        _end(self.begin((), {}), answer, None)
+
+    def _observing(self) -> types.CodeType:
         assert self._original_code is not None
         sample = itertools.cycle([False] * (CALLS_BETWEEN_SAMPLES - 1) + [True]).__next__
-        self._code = _rename(_check.__code__, self._original_code)
-        # In this order another thread meets no code without its arguments.
-        self._function.__defaults__ = (self._original, self._every, sample, self)
-        self._function.__code__ = self._code
-
-    def _remove(self) -> None:
-        super()._remove()
         assert self._function is not None
-        self._function.__defaults__ = None
-
-
-def _check(original: Callable[[], Any], every: list[None], sample: Callable[[], bool], point: Check) -> Any:
-    if every:
-        return point.call((), {})
-    answer = original()
-    if answer or sample():
-        point.answered(answer)
-    return answer
+        asking = ast.parse(_source(self._function) or _ASKING)  # torch's own lines: one call less
+        return _code(
+            _CHECKING + ast.unparse(_Answers().visit(asking)),
+            self._original_code,
+            cells=self._original_code.co_freevars,
+            original=self._original,
+            every=self._every,
+            observed=self._observed,
+            sample=sample,
+            answered=self._answered,
+        )
 
 
 class Hook(Point):
@@ -293,11 +294,10 @@ class _WatchedLock:
 def instance_observed(instance: Any, method: str, subscriber: Subscriber, report: Report) -> Iterator[None]:
     """Call `subscriber` around every call of one object's method inside the block; the class stays as it is."""
     original = getattr(instance, method)
-    subscribers = ((subscriber, report),)
-
-    def observed(*arguments: Any, **keywords: Any) -> Any:
-        return call_observed(original, subscribers, arguments, keywords)
-
+    like = getattr(original, "__code__", _end.__code__)  # of a bound method, too
+    entries = ((subscriber, report),)
+    code = _observing(like, (), begin=functools.partial(_begin, entries), original=original)
+    observed = types.FunctionType(code, {}, method)
     previous = vars(instance).get(method, _ABSENT)
     setattr(instance, method, observed)
     try:
@@ -328,8 +328,8 @@ def call_observed(
     return result
 
 
-def _begin(subscribers: tuple[_Entry, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[tuple[Finish, Report]]:
-    finishes = []
+def _begin(subscribers: tuple[_Entry, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Finishes:
+    finishes: _Finishes = []
     for subscriber, report in subscribers:
         try:
             finish = subscriber(arguments, keywords)
@@ -341,7 +341,7 @@ def _begin(subscribers: tuple[_Entry, ...], arguments: tuple[Any, ...], keywords
     return finishes
 
 
-def _end(finishes: list[tuple[Finish, Report]], result: Any, error: BaseException | None) -> None:
+def _end(finishes: _Finishes, result: Any, error: BaseException | None) -> None:
     for finish, report in reversed(finishes):
         try:
             finish(result, error)
@@ -349,33 +349,96 @@ def _end(finishes: list[tuple[Finish, Report]], result: Any, error: BaseExceptio
             report(f"a probe failed at the end of a call: {type(defect).__name__}: {defect}")
 
 
-def _code_that_calls(point: Function, like: types.CodeType) -> types.CodeType:
-    """Code that runs as torch's function, with torch's globals, and calls `point`. It imports what it needs by itself."""
-    name = next(name for name, value in globals().items() if value is point)
-    cells = "".join(f" {cell} = None\n" for cell in like.co_freevars)  # code fits a function with as many cells only
-    uses = "".join(f"  {cell}\n" for cell in like.co_freevars)
-    source = (
-        f"def make():\n{cells} def call(*arguments, **keywords):\n{uses}  from {__name__} import {name} as point\n"
-        f"  return point.call(arguments, keywords)\n return call"
-    )
+# The code that an observed function gets. In it, and nowhere else, the original is called: a stack trace shows no frame of ours.
+_OBSERVING = """
+finishes = begin(arguments, keywords)
+try:
+    result = original(*arguments, **keywords)
+except everything as error:
+    end(finishes, None, error)
+    raise
+end(finishes, result, None)
+return result
+"""
+_CHECKING = """
+if every:
+    return observed()
+"""
+_ASKING = "return original()"
+_ANSWERING = """
+answer = None
+if answer or sample():
+    answered(answer)
+return answer
+"""
+
+
+def _observing(like: types.CodeType, cells: tuple[str, ...], **objects: Any) -> types.CodeType:
+    return _code(_OBSERVING, like, cells=cells, end=_end, everything=BaseException, **objects)
+
+
+def _source(function: types.FunctionType) -> str:
+    """The body of a function without closure or decorator as source text; empty where that is not what runs."""
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return ""
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list or function.__closure__:
+        return ""
+    definition.returns = None
     namespace: dict[str, Any] = {}
-    exec(source, namespace)  # noqa: S102 - a template of this file
-    return _rename(namespace["make"]().__code__, like)
+    exec(compile(ast.Module([definition], []), "<source>", "exec"), namespace)  # noqa: S102 - torch's own definition
+    runs, says = function.__code__, namespace[definition.name].__code__
+    same = (runs.co_code, runs.co_names, runs.co_consts) == (says.co_code, says.co_names, says.co_consts)
+    return "\n".join(ast.unparse(statement) for statement in definition.body) if same else ""
 
 
-def _rename(code: types.CodeType, like: types.CodeType) -> types.CodeType:
-    """Code that stands in stack traces, and for Dynamo, where torch's own stood."""
+class _Answers(ast.NodeTransformer):
+    """Lets what is returned pass through `_ANSWERING`."""
+
+    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+        assigned, *rest = ast.parse(f"while True:\n{textwrap.indent(_ANSWERING, ' ')}").body[0].body  # type: ignore[attr-defined]
+        assigned.value = node.value
+        return [assigned, *rest]
+
+
+def _code(body: str, like: types.CodeType, *, cells: tuple[str, ...] = (), **objects: Any) -> types.CodeType:
+    """Code with `objects` as constants, that stands in stack traces, and for Dynamo, where `like` stands, at its first line.
+
+    Constants, because a name would be looked up in torch's globals, or imported by a program that has a module of our name.
+    """
+    parameters = "*arguments, **keywords" if "arguments" in body else ""
+    lines = [f"{name} = '<{name}>'" for name in objects] + body.splitlines()
+    source = "def make():\n" + "".join(f" {cell} = None\n" for cell in cells)  # code fits a function with as many cells only
+    source += f" def call({parameters}):\n" + "".join(f"  {line}\n" for line in (*cells, *lines)) + " return call"
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt | ast.expr | ast.excepthandler | ast.arg):
+            node.lineno = node.end_lineno = 1
+            node.col_offset = node.end_col_offset = -1  # no column: nothing is underlined
+    namespace: dict[str, Any] = {}
+    exec(compile(tree, "<probe>", "exec"), namespace)  # noqa: S102 - a template of this file
+    code: types.CodeType = namespace["make"]().__code__
+    named = {f"<{name}>": value for name, value in objects.items()}
     return code.replace(
-        co_filename=like.co_filename, co_name=like.co_name, co_qualname=like.co_qualname, co_firstlineno=like.co_firstlineno
+        co_consts=tuple(named.get(value, value) if isinstance(value, str) else value for value in code.co_consts),
+        co_filename=like.co_filename,
+        co_name=like.co_name,
+        co_qualname=like.co_qualname,
+        co_firstlineno=like.co_firstlineno,
     )
 
 
 TRACE = Function("torch.fx._symbolic_trace", "Tracer.trace", ("self", "root"))
 COMPILE = Function("torch._dynamo.convert_frame", "_compile", ("code",))
+FRAME = Function(
+    "torch._dynamo.convert_frame", "CatchErrorsWrapper.__call__", ("self", "frame", "cache_entry", "frame_state"), only=True
+)
 FLAG_CHECK = Check("torch.fx._symbolic_trace", "is_fx_symbolic_tracing")
 GRAPH = Function("torch._functorch._aot_autograd.logging_utils", "track_graph_compiling", ("aot_config", "graph_name"))
 SETTING = Function("torch.utils._config_module", "ConfigModule.__setattr__", ("self", "name", "value"), only=True)
 STANCE = Function("torch._dynamo.decorators", "set_stance.__init__", ("self", "stance"))
+STANCE_CALLBACK = Function("torch._dynamo.eval_frame", "_callback_from_stance", ("callback",), only=True)
 IS_COMPILING = Check("torch.compiler", "is_compiling")
 COMPILE_LOCK = Lock("torch._dynamo.convert_frame", "compile_lock")
 THREAD_EXCEPTION = Hook("threading", "excepthook")

@@ -13,8 +13,10 @@ import atexit
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from diagnostics import apart
 from diagnostics.imports import when_imported
 from diagnostics.journal import Journal
 from diagnostics.records import Log
@@ -38,6 +40,8 @@ class _Watch:
         self._log = Log(sink=self._journal.seen)
         self._probes = contextlib.ExitStack()
         self._version: str | None = None
+        self._note_unhandled: Callable[[Log, BaseException, str], None] = lambda *_arguments: None
+        self._tell_tracer: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         """Arrange for everything that follows."""
@@ -52,8 +56,12 @@ class _Watch:
         self._version = torch.__version__
         self._journal.torch(self._version)
         try:
-            from diagnostics.observe import attach  # noqa: PLC0415 - needs torch
+            with apart.importing():
+                from diagnostics.observe import attach  # noqa: PLC0415 - needs torch
+                from diagnostics.probes.exceptions import note_unhandled  # noqa: PLC0415 - needs torch
+                from diagnostics.probes.tracer import forked  # noqa: PLC0415 - needs torch
 
+            self._note_unhandled, self._tell_tracer = note_unhandled, forked
             attach(self._log, self._probes)
         except Exception as error:  # noqa: BLE001 - a defect of ours must not become the program's
             self._log.not_observed(f"the probes could not be attached: {type(error).__name__}: {error}")
@@ -68,16 +76,12 @@ class _Watch:
         self._log.restart()
         if self._version is not None:
             self._journal.torch(self._version)
-        tracer = sys.modules.get("diagnostics.probes.tracer")
-        if tracer is not None:
-            tracer.forked()
+        self._tell_tracer()
 
     def _end(self) -> None:
         error = getattr(sys, "last_value", None)
-        if error is not None and self._version is not None:
-            from diagnostics.probes.exceptions import note_unhandled  # noqa: PLC0415 - needs torch
-
-            note_unhandled(self._log, error, "MainThread")
+        if error is not None:
+            self._note_unhandled(self._log, error, "MainThread")
         self._probes.close()
         self._log.flush()
         self._journal.end()

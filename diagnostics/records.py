@@ -74,10 +74,11 @@ class Finding:
     severity: Severity
     what: str
     who: tuple[str, ...]
-    where: tuple[str, ...]
+    where: tuple[str, ...]  # lines of the last of `who`, the innermost last
     why: str
     what_to_do: str
     count: int = 1
+    others: tuple[str, ...] = ()  # where the other threads were: "name: innermost line <- its caller"
     process: str = ""  # labels of the processes, where there is more than one
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,7 +90,8 @@ class Finding:
         """Read back what `to_dict` wrote. Raises ValueError on an unknown severity, TypeError on an unknown key."""
         if values.get("severity") not in get_args(Severity):
             raise ValueError(f"finding of severity {values.get('severity')!r}: known are {', '.join(get_args(Severity))}")
-        return cls(**{**values, "who": tuple(values["who"]), "where": tuple(values["where"])})
+        return cls(**{**values, "who": tuple(values["who"]), "where": tuple(values["where"]),
+                      "others": tuple(values.get("others", ()))})  # fmt: skip
 
 
 class Log:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import table as rich_table
 from rich.console import Console
 from rich.markup import escape
 
 from diagnostics.records import Finding
 from diagnostics.session import Outcome
-from diagnostics.tables import Table, tables
+from diagnostics.tables import tables
+from diagnostics.terminal import print_detail, print_table
 
 COLOURS = {"error": "red", "hazard": "yellow", "info": "cyan"}
 _MAX_ROWS = 30
@@ -20,7 +20,7 @@ def print_report(console: Console, outcome: Outcome, findings: Sequence[Finding]
     """Print everything, the verdict last: it is what stays in view."""
     console.rule("fxprobe")
     for table in tables(outcome.processes):
-        _print_table(console, table)
+        print_table(console, table, max_rows=_MAX_ROWS)
     _print_findings(console, findings)
     for sentence in outcome.not_observed:
         console.print(f"[yellow]not observed[/]: {escape(sentence)}", highlight=False)
@@ -46,19 +46,6 @@ def _count(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 
 
-def _print_table(console: Console, table: Table) -> None:
-    if not table.rows:
-        return
-    printed = rich_table.Table(title=table.title, title_justify="left")
-    for header in table.headers:
-        printed.add_column(header, overflow="fold")
-    for row in table.rows[:_MAX_ROWS]:
-        printed.add_row(*(escape(cell) for cell in row))
-    console.print(printed)
-    if len(table.rows) > _MAX_ROWS:
-        console.print(f"... and {len(table.rows) - _MAX_ROWS} more rows: --json FILE has all of them", highlight=False)
-
-
 def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
     if not findings:
         console.print("Findings: none", highlight=False)
@@ -67,15 +54,17 @@ def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
         times = f" ({finding.count} times)" if finding.count > 1 else ""
         console.print(f"[bold {colour}]{finding.severity} {finding.id}[/] {escape(finding.what)}{times}", highlight=False)
         for label, text in details(finding):
-            console.print(f"    {label}: {escape(text)}", highlight=False)
+            print_detail(console, label, text)
 
 
 def details(finding: Finding) -> list[tuple[str, str]]:
     """What is told about a finding beside its title; nothing that is empty."""
+    chain, several = " <- ".join(reversed(finding.where)), len(finding.who) > 1 or finding.others
     told = (
         ("process", finding.process),
         ("threads", ", ".join(finding.who)),
-        ("where", " <- ".join(reversed(finding.where))),
+        ("where", f"{finding.who[-1]}: {chain}" if chain and finding.who and several else chain),
+        *(("where", other) for other in finding.others),
         ("why", finding.why),
         ("what to do", finding.what_to_do),
     )

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from diagnostics import signals
+from diagnostics import apart, signals
 from diagnostics.findings import conclude
 from diagnostics.hang_watch import HangWatch
 from diagnostics.journal import ProcessRecord, read_journals
@@ -34,7 +34,6 @@ _POLL_SECONDS = 0.2
 _UNSEEN_AFTER_SECONDS = 2.0  # a Python process of this age without a journal is not watched
 _SECONDS_BETWEEN_HANG_CHECKS = 1.0
 _INJECT = Path(__file__).parent / "inject"
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 class UsageError(ValueError):
@@ -65,7 +64,8 @@ def observe_program(command: Sequence[str], *, seconds_between_progress: float, 
     except OSError as error:
         raise UsageError(f"no directory for the journals: {error}; set TMPDIR to one that can be written") from error
     try:
-        return _run(resolved, _Watcher(directory, seconds_between_progress, stall_seconds))
+        watcher = _Watcher(directory, seconds_between_progress, stall_seconds)
+        return _run(resolved, watcher, _environment(directory, command))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -73,7 +73,6 @@ def observe_program(command: Sequence[str], *, seconds_between_progress: float, 
 def resolve(command: Sequence[str]) -> list[str]:
     """The full command line for what the user wrote. Raises UsageError when there is no such program."""
     first = command[0]
-    _check_names(Path.cwd() if first in ("-m", "-c") else Path(first).parent)
     if first == "-c":
         return [sys.executable, *command]
     if first == "-m":
@@ -94,21 +93,11 @@ def resolve(command: Sequence[str]) -> list[str]:
     return [found, *command[1:]]
 
 
-def _check_names(directory: Path) -> None:
-    """Raise UsageError where the program has a module by the name of ours: it would get ours instead."""
-    for name in ("diagnostics", "dflash"):
-        for path in (directory / f"{name}.py", directory / name / "__init__.py"):
-            if path.exists() and path.resolve().parent not in (_ROOT, _ROOT / name):
-                raise UsageError(
-                    f"the program has a module of its own named {name} ({path}), which the probes would replace: rename it"
-                )
-
-
-def _run(command: list[str], watcher: _Watcher) -> Outcome:
+def _run(command: list[str], watcher: _Watcher, environment: dict[str, str]) -> Outcome:
     started = time.monotonic()
     with signals.collected() as arrived:
         try:
-            program = subprocess.Popen(command, env=_environment(watcher.directory))
+            program = subprocess.Popen(command, env=environment)
         except OSError as error:
             raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
         while True:
@@ -122,9 +111,13 @@ def _run(command: list[str], watcher: _Watcher) -> Outcome:
     return watcher.outcome(code, seconds=time.monotonic() - started)
 
 
-def _environment(directory: Path) -> dict[str, str]:
+def _environment(directory: Path, command: Sequence[str]) -> dict[str, str]:
     paths = [str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FXPROBE_JOURNALS": str(directory)}
+    ours = {"PYTHONPATH": os.pathsep.join(paths), "FXPROBE_JOURNALS": str(directory)}
+    places = (Path.cwd(), *(Path(word).parent for word in command if word.endswith(".py")))
+    if any(apart.collision(place) for place in places):
+        ours[apart.VARIABLE] = "1"
+    return {**os.environ, **ours}
 
 
 class _Watcher:

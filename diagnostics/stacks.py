@@ -108,14 +108,24 @@ def parse(text: str, pid: int | None = None) -> tuple[Stack, ...]:
 
 def explain(pid: int, message: str) -> str:
     """What to do about an error that py-spy printed."""
-    last = " ".join(message.split())[-300:]
     if re.search(r"permission|not permitted|privileges|run as root|requires root", message, re.IGNORECASE):
         return _NO_RIGHTS.format(pid=pid)
     if re.search(r"python version|python interpreter|libpython|find a python", message, re.IGNORECASE):
-        return (
-            f"process {pid} is not Python, or a Python that this py-spy does not know: give the PID of a Python process ({last})"
-        )
-    return f"py-spy could not read process {pid}: {last}"
+        return _not_python(pid)
+    return f"py-spy could not read process {pid}: {' '.join(re.split(r'(?i)(?:stack )?backtrace', message)[0].split())[:300]}"
+
+
+def _not_python(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        name, below = process.name(), process.children(recursive=True)
+        pythons = [f"{each.pid} ({' '.join(each.cmdline()[1:3])})" for each in below if each.name().startswith("python")]
+    except psutil.Error:
+        name, pythons = "", []
+    if name.startswith("python"):
+        return f"process {pid} runs a Python that this py-spy does not know: pip install --upgrade py-spy"
+    advice = f"below it runs Python: {', '.join(pythons)}" if pythons else "give the PID of a Python process (ps -C python3)"
+    return f"process {pid} ({name or 'unknown'}) is not Python, so it has no Python stacks: {advice}"
 
 
 def has_ended(pid: int) -> bool:

@@ -164,7 +164,8 @@ def _deadlock(
         severity="hazard" if working else "error",
         what=f"{'deadlock: ' if is_f8 else ''}{told}{also}{doubt}",
         who=tuple(each.name for each in names),
-        where=tuple(each.where[-1] for each in names if each.where),
+        where=(),
+        others=tuple(f"{each.name}: {each.where[-1]}" for each in names if each.where),
         why=CATALOGUE["F8"].why if is_f8 else "These threads wait for each other, so none of them goes on.",
         what_to_do=CATALOGUE["F8"].what_to_do if is_f8 else f"Kill the process. {_ADVICE['waits in autograd']}",
     )
@@ -188,7 +189,8 @@ def _stall(threads: tuple[ThreadState, ...], seconds: float) -> Finding:
         severity="error",
         what=f"nothing moved for {seconds:.1f} s: {told}{gil}",
         who=tuple(thread.name for thread in waiting),
-        where=tuple(thread.where[-1] for thread in waiting if thread.where),
+        where=(),
+        others=tuple(f"{thread.name}: {thread.where[-1]}" for thread in waiting if thread.where),
         why="No busy thread moved, and the process and its children used no CPU time.",
         what_to_do=" ".join(advice),
     )

@@ -1,10 +1,23 @@
+import contextlib
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.fx
 from torch import nn
+from torch._dynamo import config as dynamo
 
-from dflash import compile_policy
+from dflash import compile_counts, compile_policy
 from dflash.compile_policy import CompilePolicy, RecompileError
 from dflash.config import CompileConfig, ConfigError
+from dflash.fx.isolation import is_isolated
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    torch._dynamo.reset()
 
 
 def make(**changes: object) -> CompilePolicy:
@@ -13,7 +26,7 @@ def make(**changes: object) -> CompilePolicy:
 
 def test_warnings_from_before_the_run_do_not_count_and_new_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings = ["flex ran unfused"]
-    monkeypatch.setattr(compile_policy.seams, "fallback_warnings", lambda: tuple(warnings))
+    monkeypatch.setattr(compile_counts.seams, "fallback_warnings", lambda: tuple(warnings))
     policy = make()
     with policy.watching():
         policy.check()
@@ -50,7 +63,7 @@ def test_runs_and_calls_are_counted_apart() -> None:
 def test_the_recompile_limit_has_room_for_all_drafters_and_is_restored() -> None:
     before = torch._dynamo.config.recompile_limit
     with make().watching():
-        assert torch._dynamo.config.recompile_limit >= 3 * compile_policy.ENTRIES_PER_DRAFTER
+        assert torch._dynamo.config.recompile_limit >= 3 * compile_policy.KINDS * compile_policy.COMPILES_PER_KIND
     assert torch._dynamo.config.recompile_limit == before
 
 
@@ -67,3 +80,153 @@ def test_cache_entries_stay_in_place_while_frozen_and_move_again_afterwards(monk
     with make().frozen():
         assert switched == [False]
     assert switched == [False, True]
+
+
+def in_a_thread(function: Callable[[], object]) -> object:
+    """What `function` returns, or the exception that it raises, in a new thread."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(function())
+        except (ConfigError, RuntimeError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(timeout=60)
+    return found[0]
+
+
+@pytest.mark.parametrize("policy", ["prewarm", "isolate", "lock", "force", "none", "eager"])
+def test_only_the_isolated_policies_isolate_and_all_of_them_leave_the_process_as_it_was(policy: str) -> None:
+    before = {name: getattr(dynamo, name) for name in ("recompile_limit", "force_compile_during_fx_trace")}
+    with make(policy=policy).watching():
+        assert is_isolated() == (policy in {"prewarm", "isolate"})
+        assert dynamo.force_compile_during_fx_trace == (policy == "force")
+    assert not is_isolated()
+    assert before == {name: getattr(dynamo, name) for name in before}
+
+
+@pytest.mark.parametrize("policy", ["prewarm", "isolate", "lock", "force"])
+def test_settings_hold_in_every_worker_thread_and_are_gone_with_it(policy: str) -> None:
+    made = make(policy=policy)
+
+    def seen() -> tuple[int, bool]:
+        with made.in_worker():
+            return dynamo.recompile_limit, dynamo.force_compile_during_fx_trace
+
+    default = dynamo.recompile_limit
+    with made.watching():
+        assert in_a_thread(seen) == (12, policy == "force")
+        assert in_a_thread(seen) == (12, policy == "force")
+    assert in_a_thread(lambda: dynamo.recompile_limit) == default
+
+
+def test_a_setting_that_does_not_hold_in_a_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+    with made.watching():
+        made._settings["recompile_limit"] = 99
+        lost = SimpleNamespace(recompile_limit=8, patch=lambda **_: contextlib.nullcontext())  # somebody else's value wins
+        monkeypatch.setattr(compile_policy, "dynamo", lost)
+        error = in_a_thread(lambda: made.in_worker().__enter__())
+    assert isinstance(error, ConfigError)
+    assert "recompile_limit" in str(error)
+    assert "99" in str(error)
+
+
+@pytest.mark.parametrize(("policy", "device_threads"), [("prewarm", False), ("isolate", False), ("lock", True), ("none", True)])
+def test_isolated_policies_run_backward_in_the_calling_thread(policy: str, device_threads: bool) -> None:
+    made = make(policy=policy)
+
+    def seen() -> bool:
+        with made.in_worker():
+            return bool(torch._C._is_multithreading_enabled())
+
+    with made.watching():
+        assert in_a_thread(seen) == device_threads
+    assert torch._C._is_multithreading_enabled()
+
+
+@pytest.mark.parametrize("policy", ["isolate", "lock", "force", "none"])
+def test_without_a_warm_up_the_first_micro_batch_of_a_kind_may_compile_and_later_ones_may_not(policy: str) -> None:
+    made = make(policy=policy)
+    call = made.compiled(nn.Linear(4, 2))
+    with made.watching(), made.frozen():
+        with made.turn("drafter-0", "training"):
+            call(torch.ones(3, 4))
+        with made.turn("drafter-0", "validation"), torch.no_grad():
+            call(torch.ones(3, 4))
+        with made.turn("drafter-0", "training"):
+            call(torch.ones(3, 4))
+        made.check()
+        assert made.report().compiles_in_warmup == 2
+        with made.turn("drafter-0", "training"):
+            call(torch.ones(5, 4))
+        with pytest.raises(RecompileError, match=r"in thread MainThread(.|\n)*size mismatch at index 0. expected 3, actual 5"):
+            made.check()
+
+
+def test_under_lock_a_first_micro_batch_waits_for_all_others_and_later_ones_do_not() -> None:
+    made = make(policy="lock")
+    for worker in ("a", "b"):
+        with made.turn(worker, "training"):
+            pass
+    both = threading.Barrier(2, timeout=60)
+
+    def again() -> int:
+        with made.turn("a", "training"):
+            return both.wait()
+
+    inside, go = threading.Event(), threading.Event()
+
+    def first() -> bool:
+        with made.turn("c", "training"):
+            inside.set()
+            return go.wait(60)
+
+    with made.turn("b", "training"):
+        assert in_a_thread_beside(again, both.wait) in (0, 1)
+    thread = threading.Thread(target=first)
+    with made.turn("b", "training"):
+        thread.start()
+        assert not inside.wait(0.2)  # a limit, not a race: it must stay out for as long as this turn lasts
+    assert inside.wait(60)
+    go.set()
+    thread.join(60)
+
+
+def in_a_thread_beside(function: Callable[[], object], beside: Callable[[], object]) -> object:
+    """Both at once; what `function` returns."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    beside()
+    thread.join(60)
+    return found[0]
+
+
+def test_isolation_that_cannot_be_had_is_refused_with_the_way_out() -> None:
+    parked, go = threading.Event(), threading.Event()
+
+    class Parking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parked.set()
+            go.wait(60)
+            return x
+
+    thread = threading.Thread(target=lambda: torch.fx.symbolic_trace(Parking()))
+    thread.start()
+    assert parked.wait(60)
+    try:
+        with pytest.raises(ConfigError, match=r"traces(.|\n)*--compile.policy lock"), make().watching():
+            pass
+    finally:
+        go.set()
+        thread.join(60)
+
+
+def test_force_is_refused_where_torch_has_no_such_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_policy, "_FORCE", "force_nothing")
+    with pytest.raises(ConfigError, match="has no force_nothing; use prewarm or isolate"):
+        make(policy="force")

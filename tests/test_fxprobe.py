@@ -194,6 +194,43 @@ def test_an_uncaught_exception_prints_the_programs_traceback_only(probe: Probe) 
     assert "diagnostics" not in shown
 
 
+def test_a_traceback_through_observed_functions_shows_no_frame_of_the_probes(probe: Probe) -> None:
+    text = """
+        import torch
+        class Inner(torch.nn.Module):
+            def forward(self, x):
+                raise ZeroDivisionError("mine")
+        class Outer(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.nn.Sequential(Inner())
+            def forward(self, x):
+                return self.inner(x)
+        def backend(graph, inputs):
+            torch.fx.symbolic_trace(Outer())
+        with torch._dynamo.config.patch(verbose=True):
+            torch.compile(torch.sin, backend=backend)(torch.ones(1))
+        """
+    done = probe(script(probe.directory, text))
+    assert "in trace" in done.stderr
+    assert "in _compile" in done.stderr
+    assert "ZeroDivisionError: mine" in done.stderr
+    assert "diagnostics" not in done.stderr.partition("fxprobe \N{BOX DRAWINGS LIGHT HORIZONTAL}")[0]
+
+
+def test_an_observed_call_keeps_the_context_of_its_exception() -> None:
+    class Fails(torch.nn.Module):
+        def forward(self, _x: object) -> None:
+            try:
+                int("first")
+            except ValueError:
+                raise KeyError("second")  # noqa: B904 - the context is the point
+
+    with observed(), pytest.raises(KeyError, match="second") as caught:
+        torch.fx.symbolic_trace(Fails())
+    assert isinstance(caught.value.__context__, ValueError)
+
+
 def test_threads_and_exit_handlers_of_the_program_are_observed_to_their_end(probe: Probe) -> None:
     program = script(
         probe.directory,
@@ -275,7 +312,7 @@ def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
     return all(before[key] is after[key] or (key == "Tracer" and before[key] == after[key]) for key in before)
 
 
-@pytest.mark.parametrize("order", [order for order in itertools.permutations(range(len(PROBES))) if order[0] != 0][::997])
+@pytest.mark.parametrize("order", [order for order in itertools.permutations(range(len(PROBES))) if order[0] != 0][::8999])
 def test_torch_is_as_it_was_after_the_probes_came_off_in_any_order(order: tuple[int, ...]) -> None:
     torch.compile(torch.sin, backend="eager")  # torch wraps Tracer.trace at its first compile
     before = patched()

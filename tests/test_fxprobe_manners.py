@@ -222,10 +222,27 @@ def test_a_signal_reaches_the_program_once(tmp_path: Path, to_group: bool) -> No
     assert (rest, probe.returncode) == ("", 3)
 
 
-def test_a_program_with_a_module_of_our_name_is_refused(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "diagnostics.py").touch()
-    assert run("import diagnostics") == 2
-    assert "a module of its own named diagnostics" in run.stderr
+def test_a_program_with_modules_of_our_names_gets_its_own_and_is_observed(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "diagnostics.py").write_text("name = 'theirs'\n")
+    (tmp_path / "dflash").mkdir()
+    (tmp_path / "dflash" / "__init__.py").write_text("name = 'theirs, too'\n")
+    code = run(
+        f"""
+        import diagnostics
+        import torch
+        import dflash, os, subprocess, sys
+        print(diagnostics.name, dflash.name, sys.modules["diagnostics"] is diagnostics, flush=True)
+        {TRACE}
+        if os.fork() == 0:
+            {TRACE}
+            sys.exit()
+        os.wait()
+        subprocess.run([sys.executable, "-c", "import torch, diagnostics; print(diagnostics.name); {TRACE}"], check=True,
+                       cwd=os.path.dirname(__file__))
+        """
+    )
+    assert (code, run.stdout) == (0, "theirs theirs, too True\ntheirs\n")
+    assert (run.traced(), run.report["not_observed"]) == ([1, 1, 1], [])
 
 
 @pytest.mark.parametrize("options", [("--stall", "nan"), ("--progress", "-1"), ("--json", "/"), ("--html", "/no/such/place")])

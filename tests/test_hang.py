@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -211,6 +212,21 @@ def test_missing_rights_are_explained() -> None:
     message = "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'"
     assert "ptrace_scope" in stacks.explain(7, message)
     assert "SYS_PTRACE" in stacks.explain(7, "Error: Failed to suspend process\nReason: Operation not permitted (os error 1)")
+
+
+def test_a_process_that_is_not_python_is_told_in_plain_words_with_the_pythons_below_it() -> None:
+    message = "Error: Failed to find python version from target process\nStack backtrace: 0: anyhow::error 1: py_spy::main"
+    shell = ("sh", "-c", f"{sys.executable} -c 'input()'; true")
+    with subprocess.Popen(shell, stdin=subprocess.PIPE) as process:
+        try:
+            while not (below := psutil.Process(process.pid).children()) or "python" not in below[0].name():
+                pass
+            told = stacks.explain(process.pid, message)
+        finally:
+            process.communicate()
+    assert told.startswith(f"process {process.pid} (sh) is not Python")
+    assert f"below it runs Python: {below[0].pid} (-c input())" in told
+    assert "py_spy::" not in stacks.explain(process.pid, "Error: no such thing\nBacktrace: 0: py_spy::main")
 
 
 def test_a_missing_py_spy_is_an_error_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,133 +6,25 @@ import contextlib
 import math
 import os
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Iterator
-from types import FunctionType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 import torch.fx._symbolic_trace as symbolic_trace
+from helpers_isolation import Parked, Parks, X, made, same, snapshot, targets, traced
 from torch import Tensor, nn
 from torch._dynamo import convert_frame
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dflash.fx
-from dflash.fx import code_swap, per_thread, seams
+from dflash.fx import per_thread, seams
 from dflash.fx.isolation import IsolationError, is_isolated
 from dflash.fx.repair import repair
 from diagnostics import patch
 
-WAIT_SECONDS = 60
-X = torch.ones(2)
 STATES = [(module, name) for module, names in per_thread.STATE.items() for name in names]
-
-
-class Parked:
-    """A thread that runs `act(park)` and stops in it once, until the block ends."""
-
-    def __init__(self, act: Callable[[Callable[[], None]], object]) -> None:
-        self._here, self._go, self._act = threading.Event(), threading.Event(), act
-        self._thread = threading.Thread(target=self._run, name="parked")
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._here.wait(WAIT_SECONDS)
-        assert self.error is None, self.error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.finish()
-
-    def finish(self) -> None:
-        self._go.set()
-        self._thread.join(WAIT_SECONDS)
-        assert not self._thread.is_alive()
-        assert self.error is None, self.error
-
-    def _park(self) -> None:
-        self._here.set()
-        assert self._go.wait(WAIT_SECONDS)
-
-    def _run(self) -> None:
-        try:
-            self.result = self._act(self._park)
-        except BaseException as error:  # noqa: BLE001 - raised in the test's own thread by `finish`
-            self.error = error
-        finally:
-            self._here.set()
-
-
-class Parks(nn.Module):
-    """A module whose trace stops in the middle."""
-
-    def __init__(self, park: Callable[[], None], inner: nn.Module | None = None) -> None:
-        super().__init__()
-        self.park, self.inner = park, inner
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.park()
-        return x * self.weight if self.inner is None else self.inner(x) * self.weight
-
-
-def traced(park: Callable[[], None], inner: nn.Module | None = None) -> torch.fx.Graph:
-    return torch.fx.Tracer().trace(Parks(park, inner))
-
-
-def made(park: Callable[[], None]) -> torch.fx.GraphModule:
-    def function(x: Tensor) -> Tensor:
-        park()
-        return x + 1
-
-    return make_fx(function)(X)
-
-
-def elsewhere(act: Callable[[], object]) -> Any:
-    """Run in another thread."""
-    with Parked(lambda park: (act(), park())[0]) as thread:
-        pass
-    return thread.result
-
-
-def targets(graph: torch.fx.Graph) -> list[str]:
-    return [f"{node.op} {node.name}" for node in graph.nodes]
-
-
-def snapshot() -> dict[str, Any]:
-    """Everything that isolation changes, as it is now."""
-    modules = [__import__(name, fromlist=["_"]) for name in per_thread.STATE]
-    functions = code_swap.functions_of([*modules, torch.autograd.graph, nn.modules.module])
-    found: dict[str, Any] = {
-        f"code of {function.__qualname__} {id(function)}": function.__code__
-        for function in functions
-        if function.__module__ != __name__
-    }
-    found |= {f"class {module.__name__}": type(module) for module in modules}
-    found |= {f"{module.__name__} names": set(vars(module)) for module in modules}
-    owners = [symbolic_trace._Patcher, symbolic_trace._PatchedFnSetItem, symbolic_trace._PatchedFnSetAttr, symbolic_trace.Tracer]
-    for owner in [*owners, nn.Module, symbolic_trace, math]:
-        found |= {f"{owner.__name__}.{name}": value for name, value in vars(owner).items() if callable(value)}
-    return found
-
-
-class _Kept(list[object]):
-    """Equal to any other."""
-
-    def __eq__(self, _other: object) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    changed = [key for key in before if before[key] is not after.get(key, before[key]) and before[key] != after[key]]
-    assert changed == []
-    return all(type(before[key]) is not FunctionType or before[key] is after[key] for key in before if key in after)
 
 
 @pytest.fixture
@@ -173,6 +65,34 @@ def test_a_module_call_beside_a_trace_is_not_traced() -> None:
     expected = torch.fx.Tracer().trace(Parks(lambda: None, shared))
     assert targets(tracing.result) == targets(expected)
     assert "get_attr weight" in targets(expected)
+
+
+@pytest.mark.usefixtures("isolation")
+def test_a_wrapper_that_somebody_put_on_module_calls_is_kept_beside_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = nn.Module.__call__, []
+
+    def counting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(type(module).__name__)
+        return original(module, *args, **kwargs)
+
+    with monkeypatch.context() as patching:
+        patching.setattr(nn.Module, "__call__", counting)
+        with Parked(traced):
+            assert nn.ReLU()(X).tolist() == [1, 1]
+        assert nn.Module.__call__ is counting
+    assert seen == ["ReLU"]
+
+
+@pytest.mark.usefixtures("isolation")
+def test_what_stands_for_module_calls_beside_a_trace_looks_like_the_original_in_a_traceback() -> None:
+    original = nn.Module.__call__
+    with Parked(traced):
+        standing = nn.Module.__call__
+    assert standing is not original
+    kept = ("co_filename", "co_name", "co_qualname", "co_firstlineno")
+    assert [getattr(standing.__code__, name) for name in kept] == [getattr(original.__code__, name) for name in kept]
+    lines = [{line for *_, line in code.co_lines()} for code in (original.__code__, standing.__code__)]
+    assert lines[0] == lines[1]
 
 
 @pytest.mark.usefixtures("isolation")

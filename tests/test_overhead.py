@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from diagnostics import overhead
 from diagnostics.patch import FLAG_CHECK
 
-TINY = ["--repetitions", "2", "--calls", "3", "--steps", "1", "--step-milliseconds", "1"]
+TINY = ["--rounds", "2", "--calls", "3", "--steps", "1", "--step-milliseconds", "1"]
 
 
 def test_the_command_reports_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,13 +31,33 @@ def test_the_command_reports_every_row(tmp_path: Path, capsys: pytest.CaptureFix
     assert "under 0.1 us" in printed
 
 
-def test_half_of_the_stretches_run_under_probes() -> None:
+def test_probes_are_on_in_one_stretch_of_three_whatever_the_order() -> None:
     seen: list[bool] = []
-    work = overhead.Work("counted", lambda: seen.append(bool(FLAG_CHECK._subscribers)), 1, "us", 1e-6, goal=1.0)
+    work = overhead.Work("counted", lambda: seen.append(bool(FLAG_CHECK._subscribers)), 2, "us", 1e-6, goal=1.0)
     row = overhead.measure(work, 2, {})
-    stretch = overhead._WARM_UP_CALLS + 1
-    assert seen == [probes for probes in (False, True, True, False) for _ in range(stretch)]
-    assert row.repetitions == 2
+    stretch = 2 * work.calls  # the warm-up is as long
+    assert seen == [probes for probes in (False, True, False) * 2 for _ in range(stretch)]
+    assert row.rounds == 2
+
+
+def clocked(seconds: Iterator[float], *, goal: float) -> overhead.Row:
+    """What is made of stretches that take so long, in the order in which they are timed."""
+    times = itertools.chain.from_iterable((0.0, each) for each in seconds)
+    work = overhead.Work("clocked", lambda: None, 1, "s", 1.0, goal=goal, clock=lambda: next(times))
+    return overhead.measure(work, 20, {})
+
+
+def test_what_the_probes_add_is_told_from_what_the_machine_does() -> None:
+    disturbed = itertools.cycle((10.0, 12.0, 10.0, 50.0, 12.0, 70.0, 10.0, 90.0, 10.0))  # 12: with probes
+    row = clocked(disturbed, goal=1.0)
+    assert (row.without, row.with_probes, row.added[1]) == (10.0, 12.0, 2.0)
+    assert row.verdict == "not met"
+    assert clocked(itertools.cycle((10.0, 10.5, 10.0)), goal=1.0).verdict == "met"
+
+
+def test_nothing_is_said_of_a_goal_below_the_noise_floor() -> None:
+    drifting = itertools.chain.from_iterable((10.0 + n, 10.0 + n, 10.0 + n * (n % 3)) for n in itertools.count())
+    assert clocked(drifting, goal=0.01).verdict == "noise above the goal"
 
 
 def test_a_compile_under_the_clock_is_said() -> None:
@@ -49,9 +71,7 @@ def test_a_compile_under_the_clock_is_said() -> None:
     assert any("was compiled under the clock" in sentence for sentence in sentences)
 
 
-@pytest.mark.parametrize(
-    "wrong", [["--repetitions", "1"], ["--calls", "0"], ["--step-milliseconds", "0"], ["--json", "no/such/x"]]
-)
+@pytest.mark.parametrize("wrong", [["--rounds", "1"], ["--calls", "0"], ["--step-milliseconds", "0"], ["--json", "no/such/x"]])
 def test_bad_usage_is_refused(wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         overhead.main(wrong)

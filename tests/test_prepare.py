@@ -322,7 +322,7 @@ def test_an_output_that_is_taken_is_refused_before_the_target_is_loaded(
 def test_settings_that_cannot_work_say_what_to_change(configure: Any) -> None:
     with pytest.raises(ConfigError, match="has no tokenizer"):
         prepare.prepare(configure([{"prompt": "a"}], target=TargetConfig(path="random:qwen3", dtype="float32", mask_token_id=9)))
-    with pytest.raises(ConfigError, match="use cpu, cuda or cuda:N"):
+    with pytest.raises(ConfigError, match="use cpu or cuda:INDEX"):
         prepare.prepare(configure([{"prompt": "a"}], device="gpu"))
     with pytest.raises(ConfigError, match=r"device is 'cuda:97', found \d+ GPUs"):
         prepare.prepare(configure([{"prompt": "a"}], device="cuda:97"))

@@ -39,6 +39,7 @@ from dflash.data.meta import (
     load_meta,
     open_prepared,
 )
+from dflash.files import sync
 
 __all__ = ["DataError", "Meta", "check_matches", "load_examples", "load_meta", "require_unpublished", "write_examples"]
 
@@ -81,7 +82,7 @@ def write_examples(
             shutil.rmtree(aside, ignore_errors=True)
         raise DataError(f"{path}: cannot write prepared data ({error}); nothing was published there") from error
     try:
-        _sync_directory(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise DataError(f"{path} is published, but the disk does not confirm it ({error}): check the disk") from error
     return meta
@@ -170,12 +171,12 @@ def _write_directory(
         "meta_sha256": hashlib.sha256(meta_text.encode()).hexdigest(),
     }
     lines = [json.dumps({"sample_id": sample_id, "reason": reason}) + "\n" for sample_id, reason in skipped]
-    _sync_file(file)
+    sync(file)
     for name, text in ((META_FILE, meta_text), (SKIPPED_FILE, "".join(lines)), (MARKER_FILE, json.dumps(marker) + "\n")):
         (aside / name).write_text(text, encoding="utf-8")
-        _sync_file(aside / name)
+        sync(aside / name)
     aside.chmod(0o777 & ~_umask())
-    _sync_directory(aside)
+    sync(aside)
 
 
 def _to_table(examples: Sequence[Example], split: str) -> Any:
@@ -220,14 +221,3 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _sync_file(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-_sync_directory = _sync_file

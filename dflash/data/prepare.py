@@ -32,6 +32,7 @@ from dflash.data.journal import AnswerJournal
 from dflash.data.meta import SPLITS, DataError, Meta
 from dflash.data.progress import GenerationProgress
 from dflash.data.prompts import Prompt, load_prompts
+from dflash.device import parse_device
 from dflash.modeling.target import load_target, resolve_mask_token_id, text_config
 
 PROBE_ANSWER = "ok"  # finishes a conversation, to see whether the template keeps the prompt law
@@ -85,14 +86,7 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
 
 
 def _load(config: PrepareConfig) -> _Target:
-    try:
-        device = torch.device(config.device)
-    except RuntimeError as error:
-        raise ConfigError(f"device is {config.device!r}: use cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device is {config.device!r}, found {torch.cuda.device_count()} GPUs: use --device cpu, or another GPU"
-        )
+    device = parse_device(config.device)
     model, tokenizer = load_target(config.target, device=device)
     if tokenizer is None:
         raise ConfigError(f"{config.target.path!r} has no tokenizer: prepare needs a target with tokenizer and chat template")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,8 @@ from dflash.config import ConfigError, EvaluateConfig, RunConfig
 from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta
 from dflash.decoding.chain import plain, speculate
 from dflash.decoding.summary import Result, show, summarise
+from dflash.device import parse_device
+from dflash.files import write_whole
 from dflash.modeling.drafter import Drafter, DrafterShape
 from dflash.modeling.target import FrozenEnds, load_target, text_config
 
@@ -110,7 +111,7 @@ def _load(config: EvaluateConfig) -> Loaded:
         raise ConfigError(
             f"checkpoint {config.checkpoint!r} is a path: name one of the run's checkpoints, for example best or last"
         )
-    device = _device(config.device)
+    device = parse_device(config.device)
     drafter, run, state = load_drafter(config.run, config.checkpoint, device)
     data = config.data if config.data is not None else run.data.path
     meta, examples = load_meta(data), load_examples(data, "heldout")
@@ -128,19 +129,6 @@ def _load(config: EvaluateConfig) -> Loaded:
     dtype = getattr(torch, run.target.dtype)
     ends = FrozenEnds.from_model(model, device, dtype)
     return Loaded(model, ends, drafter.to(dtype).eval(), run, meta, data, prompts, skipped, state.step)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not known to torch: use cpu or cuda:INDEX") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported: use cpu or cuda:INDEX")
-    needed, found = (device.index or 0) + 1, torch.cuda.device_count()
-    if device.type == "cuda" and needed > found:
-        raise ConfigError(f"device {name!r} needs {needed} GPUs, found {found}: use --device cpu")
-    return device
 
 
 def _describe(config: EvaluateConfig, loaded: Loaded) -> dict[str, Any]:
@@ -187,16 +175,7 @@ def _decode(loaded: Loaded, config: EvaluateConfig) -> Iterator[Result]:
 
 
 def _write(path: Path, summary: dict[str, Any]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump(summary, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(path, json.dumps(summary, indent=2).encode() + b"\n")
 
 
 class _LateProgress:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
 from dflash.config import ConfigError, RunConfig, Topology
+from dflash.device import parse_device, require_gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ def place(config: RunConfig) -> Placement:
         names = ["cpu"] * workers
     elif config.devices == "cuda":
         names = [f"cuda:{i}" for i in range(workers)]
-        _require_gpus(workers, f"topology {topology} needs {workers} GPUs")
+        require_gpus(workers, f"topology {topology}")
     else:
         names = [name.strip() for name in config.devices.split(",")]
         if len(names) != workers:
@@ -40,32 +40,9 @@ def place(config: RunConfig) -> Placement:
                 f"devices {config.devices!r} names {len(names)} devices, topology {topology} has {workers} workers: "
                 f"name one device a worker, targets first"
             )
-    devices = tuple(_device(name) for name in names)
-    if len({device.type for device in devices}) > 1:
+    if len({name.partition(":")[0] for name in names}) > 1:
         raise ConfigError(f"devices {config.devices!r} mix CPU and GPU: use one kind for all workers")
-    for device in devices:
-        if device.type == "cuda":
-            _require_gpus(device.index + 1, f"device {device} needs {device.index + 1} GPUs")
+    if "cuda" in names:
+        raise ConfigError("device 'cuda' names no GPU: write cuda:0")
+    devices = tuple(parse_device(name) for name in names)
     return Placement(targets=devices[: topology.targets], drafters=devices[topology.targets :])
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not known to torch: use cpu or cuda:INDEX") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported: use cpu or cuda:INDEX")
-    if device.type == "cuda" and device.index is None:
-        raise ConfigError(f"device {name!r} names no GPU: write cuda:0")
-    return device
-
-
-def _require_gpus(needed: int, what: str) -> None:
-    found = torch.cuda.device_count()
-    if found < needed:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        raise ConfigError(
-            f"{what}, found {found} (CUDA_VISIBLE_DEVICES {visible}): choose a smaller --topology, let workers share GPUs with "
-            f"--devices cuda:0,cuda:0,... or use --devices cpu"
-        )

@@ -13,6 +13,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -67,6 +68,7 @@ class ThreadsRun:
     num_steps: int
     batches_per_step: int
     finish_step: Callable[[int], bool]  # called by the leader with the 0-based step while all wait; False ends the run
+    in_worker: Callable[[], AbstractContextManager[None]] = nullcontext  # entered by every thread for its life
     times: list[WorkerTimes] = field(default_factory=list)
     left_running: list[str] = field(default_factory=list)
 
@@ -110,7 +112,7 @@ def _start(
 
     def main() -> None:
         try:
-            with _on_device(device):
+            with _on_device(device), run.in_worker():
                 body(run, times, *arguments)
         except (WorkerFailed, threading.BrokenBarrierError):
             pass  # somebody else failed; the queue holds the reason

@@ -13,6 +13,7 @@ import importlib
 import math
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -95,6 +96,11 @@ class _Root(nn.Module):
 
 def _trace(park: Callable[[], None]) -> torch.fx.Graph:
     return torch.fx.Tracer().trace(_Root(park))
+
+
+def in_trace() -> AbstractContextManager[object]:
+    """Another thread is inside a trace until the block ends."""
+    return _Parked(_trace)
 
 
 def _in_trace(is_right: Callable[[], bool]) -> State:

@@ -11,6 +11,7 @@ held while a thread traces. Compiled functions made before it was installed are 
 | `nn.Module.__call__`, `__getattr__` | a dispatcher while any thread traces, nothing otherwise | dispatch.py |
 | `math.*`, functions of `torch.fx.wrap` | one shared wrapper while any thread traces | wrapped.py |
 | backward of a thread that traces or holds the compile lock | runs in this thread, not in the device's | backward.py |
+| backend flags that exports switch off | counted: the last export to end restores them | switches.py |
 
 A part that a release of torch isolates itself is left alone. Where torch is not as expected, where a trace or compile runs, or
 where an earlier overlap has left its state behind, nothing is installed and the error says what to do.
@@ -39,13 +40,16 @@ import torch
 import torch.export._trace as export_trace
 import torch.fx._symbolic_trace as symbolic_trace
 from torch._dynamo import convert_frame  # Dynamo remembers nn.Module's methods as it finds them when it is imported
+from torch.export import exported_program
 
 from dflash.fx import seams
 from dflash.fx.backward import Backward
 from dflash.fx.code_swap import UnknownInternals
 from dflash.fx.patches import Patches
 from dflash.fx.per_thread import PerThread
+from dflash.fx.switches import Switches
 
+_EXPORTS = (export_trace.__file__, exported_program.__file__)
 _LONG_SECONDS = 1.0  # a switch interval longer than an installation; a thread that gets its turn all the same keeps it so long
 
 
@@ -57,7 +61,7 @@ class _Installed:
     """Everything that is changed, and how often it was asked for."""
 
     def __init__(self) -> None:
-        self.parts: tuple[Any, ...] = (PerThread(), Patches(), Backward())
+        self.parts: tuple[Any, ...] = (PerThread(), Patches(), Backward(), Switches())
         self.users = 0
         self.for_life = False
 
@@ -182,7 +186,7 @@ def _busy() -> str | None:
             code = frame.f_code
             if code.co_filename == symbolic_trace.__file__ and code.co_qualname == "Tracer.trace":
                 return f"thread {names.get(ident, ident)} traces"
-            if code.co_filename == export_trace.__file__ and code.co_qualname != "<module>":
+            if code.co_filename in _EXPORTS and code.co_qualname != "<module>":
                 return f"thread {names.get(ident, ident)} exports"
             frame = frame.f_back
     return None

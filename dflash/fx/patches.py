@@ -25,6 +25,8 @@ class Patches:
     def __init__(self) -> None:
         """Raises UnknownInternals; changes nothing."""
         dispatch.prepare()
+        if not isinstance(getattr(_class("_Patcher")(), "visited", None), set):
+            raise UnknownInternals("_Patcher of torch.fx does not note what it has visited in a set")
         self._replacements = [(owner, name, make(_own(owner, name))) for owner, name, make in _replacements()]
         self._originals: list[tuple[Any, str, Any]] = []
 
@@ -90,8 +92,9 @@ def _function_patch(_original: Callable[..., None]) -> Callable[..., None]:
         deduplicate: bool = True,  # noqa: FBT002
     ) -> None:
         del deduplicate  # a trace has one record of a place; places that threads share are counted
-        made = ((record.frame_dict, record.fn_name) for record in self.patches_made)
-        if all(scope is not frame_dict or known != name for scope, known in made):
+        place = (id(frame_dict), name)
+        if place not in self.visited:  # which torch clears when it has reverted everything
+            self.visited.add(place)
             self.patches_made.append(record_class(frame_dict, name, None, new_fn))
             self.patches_made[-1].patch()
 
@@ -114,9 +117,10 @@ def _autowrap_check(original: Callable[..., None]) -> Callable[..., None]:
         if not patcher.visit_once(frame_dict):
             return
         for name, value in frame_dict.copy().items():  # another thread may add to it meanwhile
-            function = wrapped.bare(value)
-            if not name.startswith("_") and callable(function) and id(function) in function_ids:
-                patcher.patch(frame_dict, name, function)
+            if not name.startswith("_") and callable(value):
+                function = wrapped.bare(value)
+                if id(function) in function_ids:
+                    patcher.patch(frame_dict, name, function)
 
     return check
 

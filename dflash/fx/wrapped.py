@@ -14,7 +14,7 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch.fx._symbolic_trace as symbolic_trace
@@ -24,7 +24,6 @@ from dflash.fx import seams
 
 _ABSENT = object()
 _MARK = seams.WRAPPED_MARKS[0]
-_OURS = "_dflash_shared_wrapper"
 
 
 @dataclass(kw_only=True)
@@ -40,7 +39,8 @@ class _Place:
 
 lock = threading.RLock()  # held for a few dictionary accesses, never while a trace runs
 _places: dict[tuple[int, str], _Place] = {}
-_originals: dict[int, Callable[..., Any]] = {}  # by the id of a wrapper in place
+_originals: dict[int, Callable[..., Any]] = {}  # by the id of a wrapper, of one in place or of a builtin
+_of_builtins: dict[int, Callable[..., Any]] = {}  # wrappers by the id of their builtin: both live as long as the process
 
 
 def take(scope: dict[str, Any], name: str) -> None:
@@ -51,7 +51,7 @@ def take(scope: dict[str, Any], name: str) -> None:
         if place is None or scope.get(name) is not place.wrapper:  # or bound anew meanwhile
             users = {} if place is None else place.users
             if place is not None:
-                _originals.pop(id(place.wrapper), None)
+                _forget(place)
             place = _places[key] = _wrap(scope, name, users)
         thread = threading.get_ident()
         place.users[thread] = place.users.get(thread, 0) + 1
@@ -73,12 +73,13 @@ def drop(scope: dict[str, Any], name: str) -> None:
 
 def bare(function: Any) -> Any:
     """The original of a shared wrapper, in place or taken away meanwhile; anything else as it is."""
-    return vars(function)["__wrapped__"] if type(function) is FunctionType and _OURS in vars(function) else function
+    return vars(function)["__wrapped__"] if type(function) is FunctionType and function.__code__ is _CODE else function
 
 
 def bare_ids(ids: set[int]) -> set[int]:
     """Identities of functions, with those of shared wrappers replaced by their originals'."""
-    return {id(_originals[entry]) if entry in _originals else entry for entry in ids}
+    known = _originals.keys() & ids
+    return ids - known | {id(_originals[entry]) for entry in known} if known else ids
 
 
 def after_fork() -> None:
@@ -93,7 +94,7 @@ def after_fork() -> None:
 def _wrap(scope: dict[str, Any], name: str, users: dict[int, int]) -> _Place:
     before = bare(scope.get(name, _ABSENT))  # a module that was imported beside a trace may have a wrapper for its own
     function = getattr(builtins, name) if before is _ABSENT else before
-    wrapper = _shared_wrapper(function)
+    wrapper = _wrapper_of(function)
     scope[name] = wrapper
     _originals[id(wrapper)] = function
     return _Place(scope=scope, name=name, before=before, wrapper=wrapper, users=users)
@@ -101,13 +102,28 @@ def _wrap(scope: dict[str, Any], name: str, users: dict[int, int]) -> _Place:
 
 def _restore(place: _Place) -> None:
     del _places[id(place.scope), place.name]
-    _originals.pop(id(place.wrapper), None)
+    _forget(place)
     if place.scope.get(place.name) is not place.wrapper:
         return
     if place.before is _ABSENT:
         del place.scope[place.name]
     else:
         place.scope[place.name] = place.before
+
+
+def _forget(place: _Place) -> None:
+    """Its wrapper is out of place."""
+    if type(_originals.get(id(place.wrapper))) is not BuiltinFunctionType:
+        _originals.pop(id(place.wrapper), None)
+
+
+def _wrapper_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Builtins have one wrapper each, because every trace wraps dozens of them."""
+    if type(function) is not BuiltinFunctionType:
+        return _shared_wrapper(function)
+    if id(function) not in _of_builtins:
+        _of_builtins[id(function)] = _shared_wrapper(function)
+    return _of_builtins[id(function)]
 
 
 def _shared_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,5 +135,7 @@ def _shared_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs) if is_dynamo_compiling() else for_proxies(*args, **kwargs)
 
     setattr(wrapped, _MARK, True)
-    setattr(wrapped, _OURS, True)
     return wrapped
+
+
+_CODE = _shared_wrapper(len).__code__  # of every shared wrapper, and of nothing else

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash.config import ConfigError
+from dflash.files import sync
 from dflash.modeling.drafter import Drafter
 from dflash.modeling.shape import DrafterShape
 
@@ -58,9 +59,9 @@ def write_export(directory: Path, weights: Mapping[str, Tensor], shape: DrafterS
         if problems:
             raise ContractError("the export would be misread:\n" + "\n".join(f"- {problem}" for problem in problems))
         for file in aside.iterdir():
-            _flush(file)
+            sync(file)
         aside.replace(directory)
-        _flush(directory.parent)
+        sync(directory.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # gone already when it was renamed
 
@@ -177,11 +178,3 @@ or with vLLM:
 
 Loading it with `AutoModel` needs z-lab's `dflash.py` beside the weights.
 """
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

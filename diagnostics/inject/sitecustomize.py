@@ -29,11 +29,15 @@ def _run_the_environments_own() -> None:
 
 
 def _watch() -> None:
-    if importlib.util.find_spec("diagnostics") is None:
-        sys.path.append(str(_HERE.parent.parent))  # at the end: nothing of the program's is hidden
-    from diagnostics import process  # noqa: PLC0415 - only now can it be found
-
+    root = str(_HERE.parent.parent)
+    sys.path.insert(0, root)
+    try:
+        from diagnostics import apart, process  # noqa: PLC0415 - only now can they be found
+    finally:
+        sys.path.remove(root)  # nothing of the program's is hidden
     process.start(os.environ["FXPROBE_JOURNALS"])
+    if apart.VARIABLE in os.environ:
+        apart.hide()
 
 
 sys.path[:] = _others()

@@ -4,8 +4,6 @@ The seam is `torch._dynamo.convert_frame._compile`, looked up anew for each fram
 callbacks report only the first and the last of overlapping compiles, its metrics keep 64 entries without a thread.
 AOTAutograd announces each graph that it compiles, among them the backward that is compiled lazily, at the first backward, in
 the thread that runs it: on a GPU that is autograd's device thread.
-
-Limit: once the recompile limit is hit, the uncompiled calls that follow are not counted.
 """
 
 from __future__ import annotations
@@ -27,12 +25,11 @@ from diagnostics.records import Log, Observation
 from diagnostics.who import inside_dynamo, program_lines, thread_name
 
 _LIMIT_MESSAGE = "recompile limit exceeded"
-_UNCOMPILED_STANCES = ("force_eager", "eager_on_recompile")
 _CACHES = (("aot_autograd", "autograd_cache_"), ("inductor", "fxgraph_cache_"))
 
 
 class CompilesProbe(Probe):
-    """Writes down compiles, and the fallbacks: the recompile limit, and flex_attention running unfused."""
+    """Writes down compiles, the refusal to compile more versions, and flex_attention running unfused."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(log)
@@ -45,7 +42,6 @@ class CompilesProbe(Probe):
         with contextlib.ExitStack() as stack:
             stack.enter_context(patch.COMPILE.subscribed(self._start, report))
             stack.enter_context(patch.GRAPH.subscribed(self._graph, report))
-            stack.enter_context(patch.STANCE.subscribed(self._stance, report))
             yield
         for sentence in seams.fallback_warnings():
             if sentence not in before:
@@ -56,7 +52,7 @@ class CompilesProbe(Probe):
         compile_id = keywords.get("compile_id")
         recompile = getattr(compile_id, "frame_compile_id", None)
         thread, caller, started, clock = thread_name(), program_lines(), time.time(), time.perf_counter()
-        name, place = _function(code, arguments, caller)
+        name, place = function_and_place(arguments, keywords, caller)
         depth = self._depth.value = getattr(self._depth, "value", 0) + 1
         breaks_before, caches_before = _counted("graph_break"), _caches()
 
@@ -80,11 +76,8 @@ class CompilesProbe(Probe):
                 },
             )
             self._log.add(seen)
-            if error is not None and _is_suppressed():
-                sentence = f"{name} failed to compile ({type(error).__name__}) and runs uncompiled: suppress_errors"
-                self._log.add(dataclasses.replace(seen, kind="fallback", name=sentence, duration_seconds=0.0, fields={}))
-            if error is not None and _hit_the_limit(error):
-                sentence, fields = f"{name} reached the recompile limit", {"caller": list(caller)}
+            if type(error).__name__ == "FailOnRecompileLimitHit":  # the program gets it
+                sentence, fields = f"{name} reached the recompile limit", {"why": "raised", "function": name}
                 self._log.add(dataclasses.replace(seen, kind="fallback", name=sentence, duration_seconds=0.0, fields=fields))
 
         return finish
@@ -102,17 +95,10 @@ class CompilesProbe(Probe):
             )
         )
 
-    def _stance(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        stance = keywords.get("stance", arguments[1] if len(arguments) > 1 else "default")
-        if stance in _UNCOMPILED_STANCES:
-            seen = Observation(
-                kind="stance", name=str(stance), threads=(thread_name(),), where=program_lines(), time_seconds=time.time()
-            )
-            self._log.add(seen)
 
-
-def _function(code: CodeType, arguments: tuple[Any, ...], caller: tuple[str, ...]) -> tuple[str, str]:
-    """Name and place of what is compiled: of a module of torch, which Dynamo wraps in a function of its own, class and caller."""
+def function_and_place(arguments: tuple[Any, ...], keywords: dict[str, Any], caller: tuple[str, ...]) -> tuple[str, str]:
+    """What `_compile` compiles, and where: of a module of torch, which Dynamo wraps in its own, class and caller."""
+    code: CodeType = arguments[0] if arguments else keywords["code"]
     if code.co_filename.endswith("/_dynamo/external_utils.py") and caller:
         cells = next((cells for cells in arguments if isinstance(cells, tuple) and cells and isinstance(cells[0], CellType)), ())
         wrapped = next((cell.cell_contents for cell in cells if callable(cell.cell_contents)), None)
@@ -141,15 +127,12 @@ def _reason(code: CodeType) -> str:
     return str(failures[-1]).splitlines()[0][:300] if failures else ""
 
 
-def _is_suppressed() -> bool:
-    return bool(getattr(sys.modules["torch._dynamo.config"], "suppress_errors", False))
-
-
 def _outcome(result: Any, error: BaseException | None) -> str:
     if error is not None:
         return f"failed: {type(error).__name__}"
     return "compiled" if getattr(result, "guarded_code", result) is not None else "not compiled"
 
 
-def _hit_the_limit(error: BaseException) -> bool:
+def hit_the_limit(error: BaseException) -> bool:
+    """Dynamo refuses to compile one more version."""
     return type(error).__name__ == "FailOnRecompileLimitHit" or _LIMIT_MESSAGE in str(error)

@@ -2,7 +2,7 @@
 
 Up to torch 2.13 the flag is one for the process: a compiled call in an innocent thread meets the trace of another. From 2.14
 it is per thread, and a call can only meet its own. The shared state is read whenever the last trace in progress ends, once in
-a thousand calls of compiled functions, and when the probe comes off.
+ten thousand calls of compiled functions, and when the probe comes off.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FlagProbe(Probe):
             if _asked_by_compiled_call():
                 self._met()
             return
-        self._traces.when_quiet(self._look)  # one call in a thousand
+        self._traces.when_quiet(self._look)  # one call in ten thousand
 
     def _met(self) -> None:
         me = threading.get_ident()

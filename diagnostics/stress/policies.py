@@ -5,14 +5,11 @@
 | none | nothing: everything at once | no |
 | lock | one lock around whatever traces or calls compiled code, forward only: around backward it can deadlock (F8) | no |
 | prewarm | what a trainer does: one thread compiles everything, then recompiles are forbidden and the threads only call | yes |
-| isolate | `dflash.fx.isolate()`: tracing state of its own for each thread; exports still take turns | yes |
+| isolate | `dflash.fx.isolate()`: tracing state of its own for each thread | yes |
 
 `prewarm` freezes by the stance `fail_on_recompile`, which also avoids F19, and keeps Dynamo's cache entries in their places:
 by default a call moves the entry that it used to the front of the code object's list, and a call of another thread that is
 searching the list just then misses its own entry: it recompiles for no reason, and under the stance it raises (F18).
-
-`isolate`: overlapping exports switch backends such as cuDNN off for the whole process and restore them out of order. No
-isolation of tracing cures that, so they take turns.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ import dflash.fx
 from diagnostics.stress.workload import Action, Guard
 
 _MOVE_TO_FRONT = "_set_lru_cache"
-_IN_TURNS = {"prewarm": "block mask", "isolate": "export"}  # F20, F15: what these policies alone do not protect
+_IN_TURNS = {"prewarm": "block mask"}  # F20: what this policy alone does not protect
 
 
 @dataclass(frozen=True, kw_only=True)

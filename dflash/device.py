@@ -1,0 +1,34 @@
+"""Names of devices, checked against this machine."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from dflash.config import ConfigError
+
+
+def parse_device(name: str) -> torch.device:
+    """`cpu` or `cuda:INDEX` as a device. Raises ConfigError on other names, and on a GPU that this process does not see."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not known to torch: use cpu or cuda:INDEX") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported: use cpu or cuda:INDEX")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        require_gpus(device.index + 1, f"device {device}")
+    return device
+
+
+def require_gpus(needed: int, who: str) -> None:
+    """Raise ConfigError where fewer than `needed` GPUs are visible; `who` needs them."""
+    found = torch.cuda.device_count()
+    if found < needed:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise ConfigError(
+            f"{who} needs {needed} GPUs, found {found} (CUDA_VISIBLE_DEVICES {visible}): name another device, let workers share "
+            f"one (--devices cuda:0,cuda:0,...), or use cpu"
+        )

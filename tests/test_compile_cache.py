@@ -1,0 +1,86 @@
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers_training import make_config
+
+from dflash import events
+from dflash.compile_cache import CompileCache, fingerprint
+from dflash.trainer import train
+
+ROOT = Path(__file__).parent.parent
+
+
+def artifacts(directory: Path) -> list[Path]:
+    return sorted((directory / fingerprint()).glob("artifacts-*.bin"))
+
+
+def test_without_a_directory_nothing_is_changed() -> None:
+    before = dict(os.environ)
+    cache = CompileCache(None)
+    with cache.active():
+        assert dict(os.environ) == before
+        cache.save()
+    assert cache.state == "torch's own"
+
+
+def test_a_run_uses_the_directory_of_its_fingerprint_and_the_environment_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    seen: list[str] = []
+    with events.subscribed(lambda event: seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]) if event.name == "step" else None):
+        compiling = {"policy": "prewarm", "backend": "aot_eager", "cache": tmp_path / "cache"}
+        result = train(make_config(tmp_path / "run", optim={"steps": 1}, compile=compiling))
+    assert result["compile_cache"] == "cold"
+    assert seen == [str(tmp_path / "cache" / fingerprint() / "torch")]
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+
+
+CHILD = """
+import json, sys
+from pathlib import Path
+import torch, torch._inductor.config
+from dflash.compile_cache import CompileCache
+from torch._dynamo.utils import counters
+torch._inductor.config.cpp_cache_precompile_headers = False  # a minute of g++ for one small kernel
+cache = CompileCache(Path(sys.argv[1]))
+with cache.active():
+    value = torch.compile(lambda x: torch.nn.functional.gelu(x * 3).sum())(torch.ones(64))
+    cache.save()
+print(json.dumps([cache.state, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]]))
+"""
+
+
+def child(directory: Path) -> list[object]:
+    done = subprocess.run([sys.executable, "-c", CHILD, str(directory)], capture_output=True, text=True, check=True, cwd=ROOT)
+    found: list[object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_second_process_starts_warm_and_a_copied_file_of_artefacts_restores_an_empty_directory(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    assert child(here) == ["cold", 0, 1]
+    assert child(here) == ["warm", 1, 0]
+    (saved,) = artifacts(here)
+    assert saved.name == f"artifacts-{hashlib.sha256(saved.read_bytes()).hexdigest()}.bin"
+    assert any((here / fingerprint() / "torch").rglob("*.py"))
+    (there / fingerprint()).mkdir(parents=True)
+    (there / fingerprint() / saved.name).write_bytes(saved.read_bytes())
+    assert child(there) == ["restored", 1, 0]
+
+
+def test_a_damaged_file_of_artefacts_is_named_and_not_loaded(tmp_path: Path) -> None:
+    home = tmp_path / fingerprint()
+    home.mkdir()
+    (home / f"artifacts-{'0' * 64}.bin").write_bytes(b"torn")
+    told: list[str] = []
+    with events.subscribed(lambda event: told.append(str(event))):
+        cache = CompileCache(tmp_path)
+        with cache.active():
+            assert cache.state == "cold"
+    assert any("is damaged" in text for text in told)
