@@ -39,7 +39,8 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     *("diagnostics.records", "diagnostics.catalogue", "diagnostics.findings", "diagnostics.gpu", "diagnostics.report"),
     *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
     *("regression.spec", "regression.child", "regression.records", "regression.store", "regression.validity"),
-    *("regression.sampler", "regression.interval", "regression.controls"),
+    *("regression.sampler", "regression.interval", "regression.controls", "regression.measurement", "regression.laws"),
+    *("regression.decision", "regression.history", "regression.baseline", "regression.ab", "regression.nightly"),
     *("regression.verdict", "regression.gate", "regression.watch", "regression.acceptance", "regression.simulate"),
     *("regression.change_points", "regression.secondary"),
 )
