@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dflash import checkpoint, events, measuring, telemetry
+from dflash import checkpoint, device_time, events, measuring, telemetry
 from dflash.assembly import Parts, build
 from dflash.batch import LossSums, PackedBatch, StepStats, TargetStates
 from dflash.checkpoint import CheckpointError, TrainState
@@ -139,8 +139,8 @@ class Trainer:
             capacity=self._config.telemetry.queue_items, first=first_step * per_step, end=optim.steps * per_step
         )
         self._run = ThreadsRun(
-            targets=measuring.timed_targets(self._parts.targets, self._config.measure),
-            drafters=measuring.timed_drafters(self._parts.drafters, self._config.measure),
+            targets=device_time.timed_targets(self._parts.targets, self._config.measure),
+            drafters=device_time.timed_drafters(self._parts.drafters, self._config.measure),
             queue=queue,
             first_step=first_step,
             num_steps=optim.steps,

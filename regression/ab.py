@@ -1,12 +1,14 @@
-"""Baseline commit against candidate on one machine, in turns: `python -m regression.ab --baseline COMMIT [--pairs 8]`.
+"""Baseline commit against candidate on one machine, in turns: `python -m regression.ab --baseline COMMIT [--pairs N]`.
 
 A segment is a fresh measuring process. Pairs run in the order AB BA AB BA ..., so that slow drift cancels: an odd pair has its
 baseline first, an even one its candidate. The baseline runs in a git worktree of its commit; in this Python where both commits
 ask for the same packages (hash of constraints.txt and the dependencies in pyproject.toml), else in an environment made for it
-once and kept. Each pair is one JSON line on standard output: {"number", "baseline", "candidate"} in tokens per second per device.
+once and kept. Each pair is one JSON line on standard output: {"number", "baseline", "candidate"} in tokens per second per
+device. The gate (`regression.gate`) asks for pairs until it can decide; its verdict is the last line.
 
-An invalid segment is measured again, at most 3 times; then the pair is given up and no line is printed. Exit codes: 0 all pairs,
-1 a run failed, 2 bad usage, 3 fewer pairs than asked for. Known limit: packages without a version in constraints.txt may differ.
+An invalid segment is measured again, at most 3 times; then the pair is given up and no line is printed. Exit codes: 0 not slower
+(or all pairs of --pairs), 1 slower or a run failed, 2 bad usage, 3 insufficient data. Known limit: packages without a version in
+constraints.txt may differ.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 
 from regression import measurement
 from regression.child import Place
+from regression.gate import Pair, decide
 from regression.measurement import ATTEMPTS, Measurement
 from regression.spec import RunSpec, workload
 
@@ -47,15 +50,6 @@ class Side:
     name: str  # "baseline" or "candidate"
     directory: Path  # its code
     python: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Two neighbouring segments, in tokens per second per device."""
-
-    number: int  # 1, 2, ...: an odd pair ran its baseline first, an even one its candidate
-    baseline: float
-    candidate: float
 
 
 class Pairs:
@@ -160,13 +154,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             candidate = Side(name="candidate", directory=root, python=sys.executable)
             segment = segment_of(spec, options.output, timeout_seconds=options.timeout_seconds)
             pairs = Pairs((baseline, candidate), segment, tell=_tell)
-            for pair in pairs(options.pairs):
-                sys.stdout.write(json.dumps(dataclasses.asdict(pair)) + "\n")
-                sys.stdout.flush()
+            if options.pairs is not None:
+                printed = list(_printed(pairs(options.pairs)))
+                return 0 if len(printed) == options.pairs else 3
+            verdict = decide(lambda count: _printed(pairs(count)))
+            _print(dataclasses.asdict(verdict))
+            return verdict.kind.exit_code
     except SideError as error:
         _tell(f"error: {error}")
         return 1
-    return 3 if pairs.given_up else 0
+
+
+def _printed(pairs: Iterator[Pair]) -> Iterator[Pair]:
+    for pair in pairs:
+        _print(dataclasses.asdict(pair))
+        yield pair
+
+
+def _print(values: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -174,7 +181,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m regression.ab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--baseline", required=True, metavar="COMMIT", help="of the repository in the current directory")
-    parser.add_argument("--pairs", type=int, default=8, help="default 8")
+    parser.add_argument("--pairs", type=int, help="measure so many and decide nothing; default: as many as the gate asks for")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs to use; 0 (default): the CPU workload")
     parser.add_argument("--segment-seconds", type=float, help="default 60 on GPUs, 5 on a CPU")
     parser.add_argument("--output", type=Path, default=Path("runs/ab"), metavar="DIR", help="files of the segments (runs/ab)")
@@ -182,7 +189,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout-seconds", type=float, default=1500.0, help="of each process (default 1500)")
     options = parser.parse_args(arguments)
     seconds = options.segment_seconds
-    if options.pairs < 1 or options.gpus < 0 or (seconds is not None and seconds <= 0):
+    if (options.pairs is not None and options.pairs < 1) or options.gpus < 0 or (seconds is not None and seconds <= 0):
         parser.error("--pairs, --gpus and --segment-seconds: use positive numbers, or --gpus 0 for the CPU workload")
     if options.output.exists() and any(options.output.iterdir()):
         parser.error(f"--output {options.output} is not empty: name a new directory")

@@ -18,7 +18,9 @@ import pytest
 from dflash.config import ConfigError
 from diagnostics import environment
 from regression import baseline
+from regression.acceptance import Acceptance
 from regression.child import ChildFailed, Place, run_to_success
+from regression.history import acceptances
 from regression.laws import Outcome, problems
 from regression.measurement import ATTEMPTS, Measurement, measure_until_valid
 from regression.measurement import measure as run_and_measure
@@ -29,6 +31,7 @@ RUN_TIMEOUT_SECONDS = 1500.0
 FAILED, INSUFFICIENT = 1, 3
 _reports = pytest.StashKey[list[pytest.TestReport]]()
 _verdicts = pytest.StashKey[list[str]]()
+_accepted = pytest.StashKey[list[Acceptance]]()
 
 
 class InsufficientData(AssertionError):
@@ -51,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse what would make the numbers worthless."""
-    config.stash[_reports], config.stash[_verdicts] = [], []
+    config.stash[_reports], config.stash[_verdicts], config.stash[_accepted] = [], [], []
     if config.getoption("numprocesses", default=None) or hasattr(config, "workerinput"):
         raise pytest.UsageError("regression/ measures throughput: run it without -n, runs side by side slow each other down")
     if config.getoption("--attempts") < 1:
@@ -90,7 +93,14 @@ def history(request: pytest.FixtureRequest, spec: RunSpec) -> list[Measurement]:
         records, unread = Store(directory).read(series)
         request.config.stash[_verdicts] += [f"history: {problem}" for problem in unread]
         found += [Measurement.from_record(record) for record in records if record["kind"] == "measurement"]
+        request.config.stash[_accepted] += acceptances(records)
     return found
+
+
+@pytest.fixture(scope="session")
+def accepted(request: pytest.FixtureRequest, history: list[Measurement]) -> list[Acceptance]:  # noqa: ARG001 - it fills the stash
+    """The changes of level that the store says were accepted."""
+    return request.config.stash[_accepted]
 
 
 @pytest.fixture(scope="session")

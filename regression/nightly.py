@@ -18,7 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from regression import baseline, laws
-from regression.decision import decide, points
+from regression.acceptance import Acceptance
+from regression.decision import counting, decide
+from regression.history import acceptances
 from regression.laws import LAWS, Outcome
 from regression.measurement import ATTEMPTS, Measurement, measure, measure_until_valid
 from regression.spec import workload
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     night: Path = options.output / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     spec = workload(options.gpus, segments=options.segments, segment_seconds=options.segment_seconds, environment=os.environ)
     store = Store(options.output / "store")
-    everything, unread = read(store)
+    everything, accepted, unread = read(store)
     clock = baseline.clock_mhz([one for one in everything if one.name == spec.name])
 
     def one(attempt: int) -> Measurement:
@@ -49,17 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for problem in unread:
         console.print(f"[yellow]history:[/] {escape(problem)}", highlight=False)
     console.print(_table([*history, *tried]))
-    outcomes = judge(tonight, history)
+    outcomes = judge(tonight, history, accepted)
     for name, outcome in outcomes.items():
         console.print(f"[{COLOURS[outcome.kind]}]{outcome.kind}[/] {name}: {escape(outcome.sentence)}", highlight=False)
     return exit_code(outcomes)
 
 
-def judge(tonight: Measurement, history: Sequence[Measurement]) -> dict[str, Outcome]:
-    """Every law and the throughput. A first night has nothing to fall from: insufficient, not failed."""
+def judge(tonight: Measurement, history: Sequence[Measurement], accepted: Sequence[Acceptance] = ()) -> dict[str, Outcome]:
+    """Every law and the throughput. A first night, and a first one below the limit, are insufficient, not failed."""
     outcomes = {name: law(tonight) for name, law in LAWS.items()}
-    if points(history) or tonight.invalid or tonight.failure:
-        outcomes["throughput"] = decide(tonight, history, record="")
+    if counting(history) or tonight.invalid or tonight.failure:
+        outcomes["throughput"] = decide(tonight, history, record="", accepted=accepted, suspect_fails=False)
     else:
         outcomes["throughput"] = Outcome(kind="INSUFFICIENT", sentence="no earlier night of this series counts")
     return outcomes
@@ -71,8 +73,8 @@ def exit_code(outcomes: dict[str, Outcome]) -> int:
     return 1 if "FAIL" in kinds else 3 if "INSUFFICIENT" in kinds else 0
 
 
-def read(store: Store) -> tuple[list[Measurement], list[str]]:
-    """All measurements, the oldest first, and what could not be read."""
+def read(store: Store) -> tuple[list[Measurement], list[Acceptance], list[str]]:
+    """All measurements, the oldest first, the accepted changes, and what could not be read."""
     records, unread = store.read()
     measurements = []
     for record in records:
@@ -82,7 +84,7 @@ def read(store: Store) -> tuple[list[Measurement], list[str]]:
             measurements.append(Measurement.from_record(record))
         except (KeyError, TypeError) as error:
             unread.append(f"a measurement of {record['time']} in another format, skipped ({error})")
-    return measurements, unread
+    return measurements, acceptances(records), unread
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -70,12 +70,14 @@ class Store:
                 write_table(path, pa.Table.from_pylist([columns], schema=SCHEMA))
         return identity
 
-    def accept(self, series: str, reason: str, *, time: str | None = None) -> str:
-        """Record that a change of the level of `series` is accepted; decisions look at later measurements only."""
+    def accept(self, series: str, reason: str, *, time: str | None = None, since: str | None = None, author: str = "") -> str:
+        """Record that a change of the level of `series` is accepted, beginning with the first night at or after `since`."""
         if not reason.strip():
             raise StoreError("an accepted change needs a reason: say why the new level is right")
         now = time or datetime.now(UTC).isoformat(timespec="seconds")
-        return self.add({"kind": "acceptance", "series": series, "time": now, "reason": reason})
+        return self.add(
+            {"kind": "acceptance", "series": series, "time": now, "since": since or now, "reason": reason, "author": author}
+        )
 
     def read(self, series: str | None = None) -> tuple[list[dict[str, Any]], list[str]]:
         """All records (of one series) by time, and a sentence for each file that is skipped."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from regression import baseline, laws
+from regression.acceptance import Acceptance
 from regression.baseline import BaselineError
 from regression.decision import decide
 from regression.laws import Outcome
@@ -35,6 +36,7 @@ def test_training_reports_every_number(measured: Measurement, hold: Hold, record
 def test_throughput_has_not_fallen(
     measured: Measurement,
     history: list[Measurement],
+    accepted: list[Acceptance],
     hold: Hold,
     record_command: str,
     record_property: Callable[[str, object], None],
@@ -46,7 +48,7 @@ def test_throughput_has_not_fallen(
     if request.config.getoption("--record-baseline"):
         hold(recorded(measured, request.config.getoption("--baselines")))
     else:
-        hold(decide(measured, history, record=record_command))
+        hold(decide(measured, history, record=record_command, accepted=accepted))
 
 
 def recorded(measured: Measurement, directory: Path) -> Outcome:

@@ -180,3 +180,11 @@ def _kind_below(gate: Kind | None, *, second: bool) -> Kind:
     if gate in {Kind.PASS, Kind.WIN}:
         return Kind.CLEARED
     return Kind.FAIL if second else Kind.SUSPECT
+
+
+if __name__ == "__main__":
+    import sys
+
+    from regression import acceptance, history
+
+    sys.exit(acceptance.main(None, history.History))

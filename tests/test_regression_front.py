@@ -42,7 +42,7 @@ class Front:
     ) -> Run:
         """`earlier`: the throughput of a baseline, 0 for none."""
         if earlier:
-            baseline.record(measurement(per_device=earlier), self.directory / "baselines")
+            baseline.record(measurement(per_device=earlier, time="2025-12-01T00:00:00+00:00"), self.directory / "baselines")
         with self._monkeypatch.context() as patch:
             patch.chdir(ROOT)
             patch.setattr(front, "run_and_measure", lambda _spec, place, **_: measured[int(place.name[-1]) - 1])
@@ -88,7 +88,7 @@ def test_a_drop_fails_the_throughput_item_with_its_verdict(run_front: Front) -> 
     run = run_front(measurement(per_device=90.0), earlier=100.0)
     assert run.code == 1
     assert set(run.failed) == {"test_throughput_has_not_fallen"}
-    assert "90.0 tok/s per device, -10.0% to the median 100.0" in run.failed["test_throughput_has_not_fallen"]
+    assert "90.0 tok/s per device, SUSPECT: -10.0% to the median" in run.failed["test_throughput_has_not_fallen"]
     assert "FAILED regression/test_training.py::test_throughput_has_not_fallen" in run.output
 
 
@@ -141,7 +141,7 @@ def test_without_a_baseline_the_item_fails_with_the_command_and_the_command_work
     recorded = run_front(measurement(), options=("--record-baseline",))
     assert (recorded.code, recorded.failed) == (0, {}), recorded.output
     assert baseline.load(SERIES, run_front.directory / "baselines") == [dataclasses.replace(measurement(), steps={})]
-    assert run_front(measurement(per_device=80.0)).code == 1
+    assert run_front(measurement(per_device=80.0, time="2026-01-02T00:00:00+00:00")).code == 1
 
 
 def test_a_measurement_that_does_not_count_becomes_no_baseline(run_front: Front) -> None:

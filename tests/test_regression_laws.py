@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from helpers_regression import SERIES, failed, measurement, result, steps
 
 from regression import baseline, laws
+from regression.acceptance import Acceptance
 from regression.baseline import BaselineError
-from regression.decision import Point, decide, points, provisional
+from regression.decision import counting, decide
 from regression.laws import LAWS
 from regression.measurement import Measurement, measure_until_valid
 
@@ -103,19 +105,43 @@ def test_only_errors_of_the_probed_run_fail_and_hazards_are_counted(given: dict[
     assert (outcome.kind, len(outcome.hazards)) == (kind, hazards)
 
 
-@pytest.mark.parametrize(("value", "kind"), [(96.0, "PASS"), (94.0, "FAIL"), (200.0, "PASS")])
-def test_a_drop_of_more_than_5_percent_fails(value: float, kind: str) -> None:
-    history = [
-        measurement(per_device=rate, time=f"2026-01-0{n}T00:00:00+00:00") for n, rate in enumerate((99.0, 100.0, 300.0), 1)
+def nights(*rates: float, series: str = SERIES) -> list[Measurement]:
+    return [
+        measurement(per_device=rate, time=f"2025-12-{day:02}T00:00:00+00:00", series=series)
+        for day, rate in enumerate(rates, start=1)
     ]
-    outcome = decide(measurement(per_device=value), history, record="record")
+
+
+@pytest.mark.parametrize(("value", "kind"), [(96.0, "PASS"), (94.0, "FAIL"), (200.0, "PASS")])
+def test_with_few_measurements_a_drop_of_more_than_5_percent_fails(value: float, kind: str) -> None:
+    outcome = decide(measurement(per_device=value), nights(99.0, 100.0, 300.0), record="record")
     assert outcome.kind == kind
     assert f"{value:,.1f} tok/s per device" in outcome.sentence
     assert "provisional" in outcome.sentence
 
 
+@pytest.mark.parametrize(("value", "kind"), [(98.1, "PASS"), (97.9, "FAIL")])
+def test_with_ten_quiet_nights_a_drop_of_2_percent_fails(value: float, kind: str) -> None:
+    assert decide(measurement(per_device=value), nights(*[100.0] * 12), record="record").kind == kind
+
+
+def test_a_first_night_below_the_limit_is_open_where_another_follows_and_a_second_fails() -> None:
+    tonight = measurement(per_device=90.0)
+    assert decide(tonight, nights(*[100.0] * 12), record="", suspect_fails=False).kind == "INSUFFICIENT"
+    assert decide(tonight, nights(*[100.0] * 12, 90.0), record="", suspect_fails=False).kind == "FAIL"
+
+
+def test_an_accepted_change_begins_a_new_level() -> None:
+    accepted = Acceptance(
+        series=SERIES, since=datetime(2025, 12, 13, tzinfo=UTC), time=datetime(2025, 12, 20, tzinfo=UTC), reason="new", author="a"
+    )
+    history = nights(*[100.0] * 12, 90.0, 90.0)
+    assert decide(measurement(per_device=90.0), history, record="").kind == "FAIL"
+    assert decide(measurement(per_device=90.0), history, record="", accepted=[accepted]).kind == "PASS"
+
+
 def test_a_drop_is_put_down_to_what_the_controls_say() -> None:
-    history = [measurement(per_device=100.0, controls={"matmul": 50.0})]
+    history = [dataclasses.replace(nights(100.0)[0], controls={"matmul": 50.0})]
     slow_machine, slow_code = (measurement(per_device=90.0, controls={"matmul": rate}) for rate in (45.0, 50.0))
     other_method = measurement(per_device=90.0, controls={"matmul": 50.0}, result=result())
     other_method.result["measure"] |= {"method": 2, "tokens_per_second_per_device": 90.0}
@@ -123,24 +149,18 @@ def test_a_drop_is_put_down_to_what_the_controls_say() -> None:
     assert causes == ["hardware", "code", "method"]
 
 
-def test_the_rule_is_asked_with_the_valid_measurements_of_the_series_by_time() -> None:
-    asked: list[tuple[Point, list[float]]] = []
-
-    def rule(now: Point, earlier: Any) -> laws.Outcome:
-        asked.append((now, [point.value for point in earlier]))
-        return provisional(now, earlier)
-
+def test_only_what_counts_of_the_same_series_is_compared_with() -> None:
     history = [
-        measurement(per_device=3.0, time="2026-01-03T00:00:00+00:00"),
-        measurement(per_device=2.0, time="2026-01-02T00:00:00+00:00"),
-        measurement(per_device=2.0, time="2026-01-02T00:00:00+00:00"),  # imported twice
-        measurement(per_device=9.0, invalid=("busy",)),
-        measurement(per_device=9.0, series="another"),
+        *nights(100.0),
+        *nights(100.0),  # imported twice
+        *nights(500.0, 500.0, series="another"),
+        measurement(per_device=500.0, invalid=("busy",)),
         measurement(result=result(fx_errors=1)),
         KILLED,
     ]
-    decide(measurement(per_device=4.0), history, record="record", rule=rule)
-    assert asked == [(Point(time=measurement().time, value=4.0), [2.0, 3.0])]
+    outcome = decide(measurement(per_device=99.0), history, record="record")
+    assert outcome.kind == "PASS"
+    assert "-1.0% to the median of 1 nights" in outcome.sentence
 
 
 def test_without_a_baseline_the_command_that_records_one_is_told() -> None:
@@ -172,7 +192,7 @@ def test_a_baseline_is_read_back_without_its_steps(tmp_path: Any) -> None:
     assert path.name == "tiny-cpu-on-cpu-2-x-1-s-0123456789ab.json"
     assert baseline.load(SERIES, tmp_path) == [dataclasses.replace(measurement(), steps={})]
     assert baseline.load("another", tmp_path) == []
-    assert len(points(baseline.load(SERIES, tmp_path))) == 1
+    assert len(counting(baseline.load(SERIES, tmp_path))) == 1
 
 
 @pytest.mark.parametrize("bad", [measurement(invalid=("busy",)), KILLED])
