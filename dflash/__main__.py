@@ -1,7 +1,7 @@
 """`python -m dflash prepare | train | evaluate | export`: parse, run, print one JSON line, exit code.
 
 Progress and errors go to stderr; the last line of stdout is the result as one JSON object. Exit codes: 0 fine, 1 the run
-failed or found an FX error or lost tokens in float32, 2 bad usage or input, 3 asked to measure and could not.
+failed or found an FX error or lost tokens in float32, 2 bad usage or input, 3 asked to measure and could not, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, SafetensorError) as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    except ContractError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except WorkerFailed as failure:
-        cause = failure.__cause__ or failure
-        traceback.print_exception(cause, file=sys.stderr)
+    except KeyboardInterrupt:
+        print("error: interrupted; checkpoints that were saved are whole", file=sys.stderr)
+        return 130
+    except (ContractError, WorkerFailed) as failure:
+        if isinstance(failure, WorkerFailed):
+            traceback.print_exception(failure.__cause__ or failure, file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
         return 1
     print(json.dumps(events.finite(result)), flush=True)

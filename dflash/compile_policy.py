@@ -34,6 +34,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from dflash.compile_counts import CompileCounts, CompileReport
 from dflash.config import CompileConfig, ConfigError
+from dflash.fx.gpu_guard import without_gpu_guard
 from dflash.fx.isolation import IsolationError, isolated
 from dflash.turns import Turns
 
@@ -91,7 +92,7 @@ class CompilePolicy:
 
         Raises ConfigError when the isolation that the policy needs cannot be had.
         """
-        with self._isolation(), dynamo.patch(**self._settings), self._counts.watching():
+        with without_gpu_guard(), self._isolation(), dynamo.patch(**self._settings), self._counts.watching():
             yield
 
     @contextlib.contextmanager

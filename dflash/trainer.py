@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dflash import checkpoint, events, measuring, telemetry
+from dflash import checkpoint, device_time, events, measuring, telemetry
 from dflash.assembly import Parts, build
 from dflash.batch import LossSums, PackedBatch, StepStats, TargetStates
 from dflash.checkpoint import CheckpointError, TrainState
@@ -72,9 +72,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 class Trainer:
     """The state of a run in this process. `finish_step` runs in the leading drafter's thread while all others wait."""
 
-    def __init__(
-        self, config: RunConfig, placement: Placement, parts: Parts, policy: CompilePolicy, stop: threading.Event
-    ) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, parts: Parts, policy: CompilePolicy, stop: Stop) -> None:
         self._config = config
         self._placement = placement
         self._parts = parts
@@ -141,8 +139,8 @@ class Trainer:
             capacity=self._config.telemetry.queue_items, first=first_step * per_step, end=optim.steps * per_step
         )
         self._run = ThreadsRun(
-            targets=measuring.timed_targets(self._parts.targets, self._config.measure),
-            drafters=measuring.timed_drafters(self._parts.drafters, self._config.measure),
+            targets=device_time.timed_targets(self._parts.targets, self._config.measure),
+            drafters=device_time.timed_drafters(self._parts.drafters, self._config.measure),
             queue=queue,
             first_step=first_step,
             num_steps=optim.steps,
@@ -151,6 +149,7 @@ class Trainer:
             in_worker=self._policy.in_worker,
         )
         events.record("phase", text="training")
+        self._stop.stepping = True
         self._started = self._step_started = time.perf_counter()
         try:
             run_threads(self._run)
@@ -351,16 +350,27 @@ def _saved_state(config: RunConfig) -> TrainState | None:
     return None
 
 
+class Stop(threading.Event):
+    """Set when the run was asked to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stepping = False  # whether there is a step to finish
+
+
 @contextlib.contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM ask the run to finish its step; a second Ctrl-C interrupts at once. Handlers are restored."""
-    stop = threading.Event()
+def _stop_on_signals() -> Iterator[Stop]:
+    """Ctrl-C and SIGTERM ask the run to finish its step; before the first one, and a second Ctrl-C, interrupt at once.
+
+    Handlers are restored.
+    """
+    stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if stop.is_set() and number == signal.SIGINT:
+        if not stop.stepping or (stop.is_set() and number == signal.SIGINT):
             raise KeyboardInterrupt
         stop.set()
         events.record("notice", text=f"{signal.Signals(number).name}: finishing the step, then saving; Ctrl-C again to drop it")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from diagnostics.findings import conclude_all
-from diagnostics.output import ignoring_closed_stderr, output_file, say, write_text
+from diagnostics.output import ignoring_closed_stderr, output_file, say, width, write_text
 from diagnostics.page import write_page
 from diagnostics.records import Finding
 from diagnostics.report import print_report
@@ -73,7 +73,7 @@ def _report(options: argparse.Namespace, command: list[str], outcome: Outcome) -
                 say(f"fxprobe: cannot write {path}: {error.strerror}")
                 code = code or 2
     with ignoring_closed_stderr():
-        print_report(Console(stderr=True, width=None if sys.stderr.isatty() else 140), outcome, findings)
+        print_report(Console(stderr=True, width=width(sys.stderr)), outcome, findings)
     return code
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from diagnostics.output import write_text
+from diagnostics.output import width, write_text
 from diagnostics.stacks import CannotObserve, NoSuchProcess, has_ended, take
 from diagnostics.tables import Table
 from diagnostics.terminal import print_detail, print_table
@@ -39,7 +39,7 @@ _NOTHING = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Look, report, and return the exit code."""
     options = _options(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=width(sys.stdout))
     if has_ended(options.pid):
         return _fail(f"there is no process {options.pid}: it has ended, or never was; ps -e lists those that run", code=2)
     watcher, ended = _Watcher(options.pid, native=options.native), False

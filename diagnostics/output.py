@@ -8,6 +8,9 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
+
+_WIDTH_OF_A_FILE = 140
 
 
 def output_file(text: str) -> Path:
@@ -32,6 +35,11 @@ def write_text(path: Path, text: str) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def width(stream: TextIO | None) -> int | None:
+    """Characters in a line of a report: None, which is the terminal's or COLUMNS, or enough for a file."""
+    return None if "COLUMNS" in os.environ or (stream is not None and stream.isatty()) else _WIDTH_OF_A_FILE
 
 
 def say(sentence: str) -> None:

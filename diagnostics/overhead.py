@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from diagnostics.observe import observed
+from diagnostics.output import width
 from diagnostics.records import Log
 from diagnostics.tables import Table
 from diagnostics.terminal import print_table
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     not_observed: dict[str, None] = {}
     clock, load_before = _CLOCKS[options.clock], _load()
     rows = [measure(dataclasses.replace(work, clock=clock), options.rounds, not_observed) for work in works]
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=width(sys.stdout))
     print_table(console, _table(rows))
     how = f"{options.clock} clock, {options.rounds} rounds, load {load_before} before and {_load()} after"
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads of torch, {how}", highlight=False)

@@ -14,7 +14,7 @@ import torch
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = Path(__file__).parent
 _OURS = (str(_HERE), str(_HERE / "probes"))  # not the scenarios beside them: those are programs
-_MACHINERY = ("<frozen ", str(Path(threading.__file__)), str(Path(contextlib.__file__)))
+_MACHINERY = ("<frozen ", threading.__file__, contextlib.__file__, str(Path(threading.__file__).parent / "concurrent"))
 _MAX_LINES = 6
 
 

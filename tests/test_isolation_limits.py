@@ -13,7 +13,7 @@ from torch import nn
 
 import dflash.fx
 from dflash.fx import overlaps
-from diagnostics.stress.features import without_gpu_guard
+from dflash.fx.gpu_guard import without_gpu_guard
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,10 @@ from dflash import burner, checkpoint, trainer
 from dflash.__main__ import _exit_code
 from dflash.compile_policy import CompilePolicy, RecompileError
 from dflash.config import ConfigError, MeasureConfig, RunConfig
+from dflash.device_time import timed_drafters
 from dflash.engine.queue import WorkerFailed
-from dflash.measuring import FAILURE_FILE, STEPS_FILE, Window, timed_drafters, why_unsteady
+from dflash.measuring import FAILURE_FILE, STEPS_FILE
+from dflash.segments import Mark, Window, segment_between, why_unsteady
 
 CONSTANT_RATE = {"learning_rate": 3e-3, "schedule": "wsd", "warmup_fraction": 0.0, "decay_fraction": 0.0}
 SHORT = {"on": True, "segments": 2, "segment_seconds": 0.2, "warmup_segments": 100.0}
@@ -154,6 +156,28 @@ def test_a_failed_run_leaves_its_reason(tmp_path: Path, monkeypatch: pytest.Monk
     failure = json.loads((tmp_path / FAILURE_FILE).read_text())
     assert (failure["type"], failure["message"]) == ("RecompileError", "compiled after warm-up:\n- forward")
     assert (tmp_path / STEPS_FILE).exists()
+
+
+def test_host_stall_is_what_is_left_of_the_wall_time_and_a_worker_that_came_later_counts_from_nothing() -> None:
+    def mark(seconds: float, device_seconds: dict[str, float], **items: int) -> Mark:
+        times = {"device": "cuda:0", "tokens": 0, "busy_seconds": 0.0, "wait_seconds": 0.0, "sync_seconds": 0.0}
+        workers = {name.replace("_", "-"): {**times, "items": count} for name, count in items.items()}
+        return Mark(seconds, seconds, int(seconds), int(seconds) * 10, 0, seconds / 2, 0, workers, {}, device_seconds)
+
+    begin = mark(10.0, {"target-0": 7.0}, target_0=10)
+    segment = segment_between(begin, mark(14.0, {"target-0": 10.0, "drafter-0": 1.0}, target_0=14, drafter_0=3), num_devices=2)
+    rows = {row["worker"]: row for row in segment["workers"]}
+    assert (rows["target-0"]["device_seconds"], rows["target-0"]["host_stall_seconds"], rows["target-0"]["items"]) == (
+        3.0,
+        1.0,
+        4,
+    )
+    assert (rows["drafter-0"]["device_seconds"], rows["drafter-0"]["host_stall_seconds"], rows["drafter-0"]["items"]) == (
+        1.0,
+        3.0,
+        3,
+    )
+    assert (segment["tokens_per_second"], segment["tokens_per_second_per_device"], segment["queue_occupancy"]) == (10.0, 5.0, 0.5)
 
 
 def test_without_the_flag_nothing_is_measured(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import json, os, pathlib, sys, time
 if "--measure" not in sys.argv or not pathlib.Path("can_measure").exists():
     sys.exit("Unrecognized options: --measure")
 rate, began = float(pathlib.Path(__file__).parent.parent.joinpath("rate.txt").read_text()), time.time()
-time.sleep(0.3)
+time.sleep(0.1)
 workers = [{"worker": name, "items": 1} for name in ("target-0", "drafter-0")]
 segment = {"began": began, "ended": time.time(), "compiles": 0, "workers": workers}
 measure = {"incomplete": None, "segments": [segment], "num_devices": 2, "tokens_per_second": rate,
@@ -76,6 +76,16 @@ def test_each_side_runs_its_own_code_and_every_pair_is_a_line(
     segments = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert segments == ["000-baseline", "001-candidate", "002-candidate", "003-baseline"]
     assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+
+def test_without_a_number_of_pairs_the_gate_asks_and_decides(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert repository.exists()
+    assert ab.main(["--baseline", "old", "--output", str(tmp_path / "out")]) == 1
+    *lines, verdict = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 8
+    assert (verdict["kind"], verdict["pairs"], verdict["loss"]) == ("FAIL", 8, pytest.approx(0.5))
 
 
 def test_a_commit_against_itself_passes_and_a_planted_slowdown_is_the_candidate_s(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_regression import SERIES, measurement, result
+from helpers_regression import SERIES, failed, measurement, result
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,6 +78,14 @@ def test_order_and_duplicates_do_not_matter_and_faster_never_fails(
     assert decide(tonight, History(measurements=shuffled)) == expected
     if expected.kind == "PASS":
         assert decide(at(20, now + gain), History(measurements=history)).kind == "PASS"
+
+
+def test_a_run_that_broke_a_law_or_has_no_throughput_is_an_invalid_night() -> None:
+    assert night_of(measurement()).invalid == ()
+    assert night_of(measurement(invalid=("busy",))).invalid == ("busy",)
+    assert night_of(measurement(result=result(fx_errors=1))).invalid == ("1 FX errors",)
+    assert night_of(failed("WorkerFailed", "why")).invalid == ("the run failed, WorkerFailed",)
+    assert night_of(failed("WorkerFailed", "why")).value is None
 
 
 def test_later_nights_do_not_change_an_earlier_verdict() -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers_training import make_config
 
-from dflash import checkpoint, events
+from dflash import checkpoint, events, trainer
+from dflash.__main__ import COMMANDS, main
 from dflash.checkpoint import CheckpointError
 from dflash.config import ConfigError, RunConfig, to_dict
 from dflash.data.examples import DataError, Meta, write_examples
@@ -320,6 +321,29 @@ def test_a_signal_finishes_the_step_saves_and_exits_cleanly(tmp_path: Path, numb
     result = json.loads(output.splitlines()[-1])
     assert result["stopped_early"]
     assert checkpoint.list_complete(config.output)[-1] == checkpoint.step_name(result["steps"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_interrupts_at_once(number: signal.Signals) -> None:
+    with trainer._stop_on_signals() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        stop.stepping = True
+        signal.raise_signal(number)
+        assert stop.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)  # the second request, and by Ctrl-C
+
+
+def test_an_interrupted_command_says_so_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: list[str]) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "train", interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "error: interrupted; checkpoints that were saved are whole\n"
 
 
 def test_killed_runs_resume_as_if_nothing_happened(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch._dynamo.config
 
 import dflash.fx
-from diagnostics.stress import features
+from dflash.fx.gpu_guard import without_gpu_guard
 from diagnostics.stress.workers import WatchedLock, Worker, new_worker
 
 
@@ -84,7 +84,7 @@ class Stage:
     def ready(self) -> Iterator[None]:
         """Around a whole recipe."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(features.without_gpu_guard())
+            stack.enter_context(without_gpu_guard())
             if self.policy.isolate:
                 stack.enter_context(dflash.fx.isolated())
             yield

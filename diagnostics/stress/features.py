@@ -5,11 +5,9 @@ Each `why_not_*` returns None where the failure can happen, else the reason why 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from contextvars import ContextVar
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._dynamo.config
@@ -70,10 +68,3 @@ def config_is_per_thread() -> bool:
     """Values of torch._dynamo.config are context variables."""
     entries: Any = vars(torch._dynamo.config)["_config"]
     return isinstance(entries["recompile_limit"].user_override, ContextVar)
-
-
-def without_gpu_guard() -> contextlib.AbstractContextManager[object]:
-    """A CUDA build without a GPU crashes when a second thread compiles: leave out the step that does."""
-    if torch.version.cuda is None or torch.cuda.is_available() or not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
-        return contextlib.nullcontext()
-    return mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", return_value=None)
