@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regression import gate, measurement
+from regression import gate, measurement, validity
 from regression.child import Place
 from regression.gate import Pair
 from regression.measurement import ATTEMPTS, Measurement
@@ -131,18 +131,25 @@ def dependencies_hash(directory: Path) -> str:
     return hashlib.sha256(json.dumps([pinned, _dependencies(directory)]).encode()).hexdigest()[:16]
 
 
-def segment_of(spec: RunSpec, directory: Path, *, timeout_seconds: float) -> Callable[[Side, int], Measurement]:
-    """Measures one segment of a side in a fresh process, keeping its files in `directory`."""
+def segment_of(
+    spec: RunSpec, directory: Path, *, timeout_seconds: float, busy_counts: bool = False
+) -> Callable[[Side, int], Measurement]:
+    """Measures one segment of a side in a fresh process, keeping its files in `directory`.
+
+    `busy_counts`: other processes on the CPUs make it no less valid.
+    """
 
     def one(side: Side, number: int) -> Measurement:
         variables = {"PYTHONPATH": str(side.directory)}
-        return measurement.measure(
+        measured = measurement.measure(
             dataclasses.replace(spec, python=side.python, planted=(*spec.planted, *side.planted)),
             directory / f"{number:03}-{side.name}",
             timeout_seconds=timeout_seconds,
             place=Place(directory=side.directory, variables=variables),
             with_controls=False,  # the other side is the control
         )
+        kept = [reason for reason in measured.invalid if not (busy_counts and reason.startswith(validity.BUSY))]
+        return dataclasses.replace(measured, invalid=tuple(kept))
 
     return one
 
@@ -157,6 +164,7 @@ def compare(
     tell: Callable[[str], None],
     rule: gate.Rule = gate.DEFAULT,
     planted: tuple[str, ...] = (),
+    busy_counts: bool = False,
     heard: Callable[[Pair], None] = lambda _: None,
 ) -> gate.Verdict:
     """The gate's verdict on the working tree in the current directory against `commit`, `heard` of every pair.
@@ -166,7 +174,8 @@ def compare(
     root = Path.cwd()
     with baseline_side(commit, root=root, cache=cache) as baseline:
         candidate = Side(name="candidate", directory=root, python=sys.executable, planted=planted)
-        pairs = Pairs((baseline, candidate), segment_of(spec, directory, timeout_seconds=timeout_seconds), tell=tell)
+        segment = segment_of(spec, directory, timeout_seconds=timeout_seconds, busy_counts=busy_counts)
+        pairs = Pairs((baseline, candidate), segment, tell=tell)
 
         def next_pairs(count: int) -> Iterator[Pair]:
             for pair in pairs(count):
@@ -190,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tell=_tell,
             rule=gate.Rule(first_pairs=options.pairs, max_pairs=options.pairs) if options.pairs else gate.DEFAULT,
             planted=planted(options.burn_share),
+            busy_counts=options.busy_counts,
             heard=lambda pair: _print(dataclasses.asdict(pair)),
         )
     except SideError as error:
@@ -212,6 +222,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=CACHE, help="environments of baselines")
     parser.add_argument("--timeout-seconds", type=float, default=1500.0, help="of each process (default 1500)")
     parser.add_argument("--burn-share", type=float, default=0.0, metavar="X", help="plant a slowdown in the candidate")
+    parser.add_argument(
+        "--busy-counts", action="store_true", help="other processes on the CPUs make no segment INVALID: pairs share the noise"
+    )
     options = parser.parse_args(arguments)
     seconds = options.segment_seconds
     if options.gpus < 0 or (seconds is not None and seconds <= 0):

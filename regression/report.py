@@ -38,6 +38,7 @@ HTML_BYTES = 300_000
 MARKDOWN_BYTES = 1024 * 1024
 _BUDGETS = ((180, 24), (90, 24), (60, 16), (40, 8), (30, 4), (20, 1))  # nights a series, series
 _LISTED_NIGHTS = 10
+_TOLD = 10  # records that could not be read
 _LEGEND = (
     (Kind.PASS, "passed"), (Kind.SUSPECT, "suspect"), (Kind.FAIL, "failed"), (Kind.CLEARED, "the machine, says the gate"),
     (Kind.INVALID, "invalid"),
@@ -147,7 +148,7 @@ def build(directory: Path, history: History, tonight: Measurement, *, now: datet
         commits=commits,
         commands=_commands(directory, tonight, note),
         alerts=[alert.sentence for alert in missing_nights(by_workload(history), now=now)],
-        unread=history.unread,
+        unread=[*history.unread[:_TOLD], *([f"... and {len(history.unread) - _TOLD} more"] if history.unread[_TOLD:] else [])],
     )
 
 

@@ -20,6 +20,7 @@ from diagnostics.gpu import Gpu
 SLOWDOWN_SHARE = 0.01
 CLOCK_SHARE = 0.97
 FOREIGN_CPU_SHARE = 0.15
+BUSY = "other processes used"  # how the reason about them begins
 SWAPPED_BYTES = 16 * 2**20
 _POWER_CAP = 0x4
 
@@ -109,9 +110,7 @@ def _cpu_reasons(before: Sample, samples: Sequence[Sample]) -> list[str]:
     reasons = []
     shares = [sample.foreign_cpu_share for sample in samples if sample.foreign_cpu_share is not None]
     if shares and fmean(shares) > FOREIGN_CPU_SHARE:
-        reasons.append(
-            f"other processes used {fmean(shares):.0%} of the CPUs while the segments ran (limit {FOREIGN_CPU_SHARE:.0%})"
-        )
+        reasons.append(f"{BUSY} {fmean(shares):.0%} of the CPUs while the segments ran (limit {FOREIGN_CPU_SHARE:.0%})")
     counts = sorted({sample.cpus for sample in (before, *samples)})
     if len(counts) > 1:
         reasons.append(f"the number of CPUs changed between {counts[0]} and {counts[-1]} during the run")
