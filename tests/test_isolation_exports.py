@@ -16,6 +16,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 import dflash.fx
 from dflash.fx.isolation import IsolationError, refuse_unless_quiet
+from diagnostics.stress.features import without_gpu_guard
 
 ignore_backends: Callable[[], AbstractContextManager[None]] = export_trace._ignore_backend_decomps  # taken before isolation
 
@@ -51,7 +52,7 @@ def flags() -> tuple[bool, bool]:
 def restored() -> Iterator[None]:
     """A test that fails leaves the other tests alone."""
     before = backends()
-    with dflash.fx.isolated():
+    with without_gpu_guard(), dflash.fx.isolated():
         yield
     after = backends()
     torch._C._set_cudnn_enabled(before[0])

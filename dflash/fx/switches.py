@@ -21,6 +21,7 @@ from typing import Any
 
 from dflash.fx import per_thread
 from dflash.fx.code_swap import UnknownInternals, with_constants
+from dflash.fx.overlaps import BACKENDS, backend_flags, note
 
 _EXPORT = ("torch.export._trace", "_ignore_backend_decomps")
 _FLAGS = (("torch._export.utils", "_compiling_state_context"), ("torch.compiler", "_non_strict_tracing_context"))
@@ -35,6 +36,7 @@ class Switch:
         function = getattr(manager, "__wrapped__", None)
         if type(function) is not FunctionType or function.__closure__ or function.__code__.co_argcount:
             raise UnknownInternals(f"{module_name}.{name} is not a context manager without arguments")
+        self._is_of_backends = (module_name, name) == _EXPORT
         self._function = function
         self._code: CodeType = function.__code__
         self._original: Callable[[], AbstractContextManager[None]] = contextlib.contextmanager(
@@ -44,6 +46,7 @@ class Switch:
         self._lock = threading.Lock()  # held for a few flags of torch, never while an export runs
         self._users: dict[int, int] = {}  # entries by thread
         self._thrown: AbstractContextManager[None] | None = None
+        self._backends: tuple[bool, ...] = ()  # as the switch has set them
 
     def install(self) -> None:
         """References taken earlier follow."""
@@ -67,6 +70,7 @@ class Switch:
             if not self._users:
                 self._thrown = self._original()
                 self._thrown.__enter__()
+                self._backends = backend_flags()
             self._users[thread] = self._users.get(thread, 0) + 1
         try:
             yield
@@ -79,6 +83,8 @@ class Switch:
 
     def _put_back_unless_used(self) -> None:
         if self._thrown is not None and not self._users:
+            if self._is_of_backends and backend_flags() != self._backends:
+                note(BACKENDS, "exported")
             self._thrown.__exit__(None, None, None)
             self._thrown = None
 
