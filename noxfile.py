@@ -63,6 +63,12 @@ def stress(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
+def upstream(session: nox.Session) -> None:
+    """Run PyTorch's own tests without and with thread isolation: `-- PATH_TO_PYTORCH_SOURCE [pytest arguments]`."""
+    _run(session, "-m", "fixtures.upstream", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
 def regression(session: nox.Session) -> None:
     """Train in a fresh process and fail on FX errors, recompiles and fallbacks; `-- --gpus N` for GPUs."""
     _run(session, "-m", "pytest", "regression/", "--gpus", "0", *session.posargs)

@@ -24,7 +24,6 @@ import importlib
 import inspect
 import itertools
 import sys
-import textwrap
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -209,10 +208,8 @@ class Check(Function):
     def _observing(self) -> types.CodeType:
         assert self._original_code is not None
         sample = itertools.cycle([False] * (CALLS_BETWEEN_SAMPLES - 1) + [True]).__next__
-        assert self._function is not None
-        asking = ast.parse(_source(self._function) or _ASKING)  # torch's own lines: one call less
         return _code(
-            _CHECKING + ast.unparse(_Answers().visit(asking)),
+            _CHECKING,
             self._original_code,
             cells=self._original_code.co_freevars,
             original=self._original,
@@ -363,10 +360,7 @@ return result
 _CHECKING = """
 if every:
     return observed()
-"""
-_ASKING = "return original()"
-_ANSWERING = """
-answer = None
+answer = original()
 if answer or sample():
     answered(answer)
 return answer
@@ -375,31 +369,6 @@ return answer
 
 def _observing(like: types.CodeType, cells: tuple[str, ...], **objects: Any) -> types.CodeType:
     return _code(_OBSERVING, like, cells=cells, end=_end, everything=BaseException, **objects)
-
-
-def _source(function: types.FunctionType) -> str:
-    """The body of a function without closure or decorator as source text; empty where that is not what runs."""
-    try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return ""
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list or function.__closure__:
-        return ""
-    definition.returns = None
-    namespace: dict[str, Any] = {}
-    exec(compile(ast.Module([definition], []), "<source>", "exec"), namespace)  # noqa: S102 - torch's own definition
-    runs, says = function.__code__, namespace[definition.name].__code__
-    same = (runs.co_code, runs.co_names, runs.co_consts) == (says.co_code, says.co_names, says.co_consts)
-    return "\n".join(ast.unparse(statement) for statement in definition.body) if same else ""
-
-
-class _Answers(ast.NodeTransformer):
-    """Lets what is returned pass through `_ANSWERING`."""
-
-    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
-        assigned, *rest = ast.parse(f"while True:\n{textwrap.indent(_ANSWERING, ' ')}").body[0].body  # type: ignore[attr-defined]
-        assigned.value = node.value
-        return [assigned, *rest]
 
 
 def _code(body: str, like: types.CodeType, *, cells: tuple[str, ...] = (), **objects: Any) -> types.CodeType:

@@ -12,6 +12,8 @@ import torch
 import torch._export.utils
 import torch.fx._symbolic_trace as symbolic_trace
 from torch import Tensor, nn
+from torch._dynamo import convert_frame
+from torch._export import non_strict_utils
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dflash.fx import code_swap, per_thread
@@ -89,7 +91,9 @@ def targets(graph: torch.fx.Graph) -> list[str]:
 def snapshot() -> dict[str, Any]:
     """Everything that isolation changes, as it is now."""
     modules = [__import__(name, fromlist=["_"]) for name in per_thread.STATE]
-    functions = code_swap.functions_of([*modules, torch.autograd.graph, nn.modules.module, torch._export.utils])
+    functions = code_swap.functions_of(
+        [*modules, torch.autograd.graph, nn.modules.module, torch._export.utils, non_strict_utils, convert_frame]
+    )
     found: dict[str, Any] = {
         f"code of {function.__qualname__} {id(function)}": function.__code__
         for function in functions

@@ -385,7 +385,10 @@ def test_probes_and_isolation_come_and_go_in_any_order(*, probe_first: bool, pro
         with Parked(made):
             assert torch.compile(lambda x: x * 3, backend="eager")(X).tolist() == [3, 3]
             assert type(nn.Linear(2, 2)(X)) is Tensor
+        made(lambda: own.append(symbolic_trace.is_fx_symbolic_tracing()))
+        assert own.pop()  # a thread still knows that it traces itself
 
+    own: list[bool] = []
     begin = [attach, lambda: isolation.enter_context(dflash.fx.isolated())]
     for start in begin if probe_first else reversed(begin):
         start()

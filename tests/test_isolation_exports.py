@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,13 +11,14 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from helpers_isolation import Parked, X
+from helpers_isolation import Parked, X, traced
 from torch import Tensor, nn
 from torch.export import _trace as export_trace
 from torch.fx.passes.infra.pass_base import PassResult
 
 import dflash.fx
 from dflash.fx.isolation import IsolationError, refuse_unless_quiet
+from diagnostics.stress.features import without_gpu_guard
 
 ignore_backends: Callable[[], AbstractContextManager[None]] = export_trace._ignore_backend_decomps  # taken before isolation
 
@@ -50,13 +53,14 @@ def flags() -> tuple[bool, bool]:
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     """A test that fails leaves the other tests alone."""
-    before = backends()
-    with dflash.fx.isolated():
+    before, functions = backends(), (builtins.max, builtins.min, math.pow)
+    with without_gpu_guard(), dflash.fx.isolated():
         yield
     after = backends()
     torch._C._set_cudnn_enabled(before[0])
     torch._C._set_mkldnn_enabled(before[1])
     torch._C._set_nnpack_enabled(before[2])
+    builtins.max, builtins.min, math.pow = functions
     assert after == before
 
 
@@ -71,6 +75,21 @@ def test_exports_that_end_in_the_order_in_which_they_began_leave_backends_and_fl
     assert flags() == (False, False)
     for export in (first, second):
         assert [node.op for node in export.result.graph.nodes].count("call_function") == 1
+
+
+def test_functions_that_exports_replace_are_the_originals_again() -> None:
+    originals = (builtins.max, builtins.min, math.pow)
+    with Parked(exported) as first, Parked(exported):
+        assert builtins.max is not originals[0]
+        first.finish()
+    assert (builtins.max, builtins.min, math.pow) == originals
+
+
+def test_a_trace_that_ends_inside_an_export_leaves_its_wrapper_nowhere() -> None:
+    original = math.pow
+    with Parked(traced) as tracing, Parked(exported):
+        tracing.finish()
+    assert math.pow is original
 
 
 def test_a_backend_that_was_off_stays_off() -> None:

@@ -210,7 +210,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m dflash.fx.cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=40, help="default 40, about a minute")
+    parser.add_argument("--rounds", type=int, default=40, help="default 40: one to four minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     options = parser.parse_args(arguments)
     if options.rounds < 2:

@@ -16,13 +16,8 @@ held while a thread traces. Compiled functions made before it was installed are 
 A part that a release of torch isolates itself is left alone. Where torch is not as expected, where a trace or compile runs, or
 where an earlier overlap has left its state behind, nothing is installed and the error says what to do.
 
-What stays process-wide: the random state, the default dtype and backend flags that a compile or export saves and restores;
-a module that another thread exports (its parameters are FakeTensors meanwhile); recompile limits; the compile lock, so first
-compiles take turns; Triton's autotuner and CUDA-graph trees. Overlapping exports leave nothing of the above behind, but they
-restore backend flags out of order: let exports take turns. Sub-interpreters are not detected.
-
-Cost, as a ratio to none on two virtual cores with torch 2.13.0 (nothing traces / another thread is inside a trace): module call
-0.98 / 1.40, Linear 1.02 / 1.09, compiled call 0.99 / 1.21, `is_compiling()` 1.67 / 1.33, backward 1.04; make_fx itself 1.06.
+What stays process-wide is what `dflash.fx.limits()` lists; what of it is seen to do harm is warned of once (overlaps.py).
+In a sub-interpreter isolation is refused. The cost: `python -m dflash.fx.cost`; figures are in dflash/README.md.
 Installing takes about a quarter of a second, and about a second the first time in a process, after Dynamo is imported.
 """
 
@@ -45,23 +40,23 @@ from torch.export import exported_program
 from dflash.fx import seams
 from dflash.fx.backward import Backward
 from dflash.fx.code_swap import UnknownInternals
+from dflash.fx.interpreters import IsolationError, refuse_sub_interpreter
+from dflash.fx.overlaps import Overlaps
 from dflash.fx.patches import Patches
 from dflash.fx.per_thread import PerThread
 from dflash.fx.switches import Switches
 
+__all__ = ["IsolationError", "is_isolated", "isolate", "isolated", "refuse_unless_quiet"]
+
 _EXPORTS = (export_trace.__file__, exported_program.__file__)
 _LONG_SECONDS = 1.0  # a switch interval longer than an installation; a thread that gets its turn all the same keeps it so long
-
-
-class IsolationError(RuntimeError):
-    """Isolation was not installed, or not removed; nothing was changed. The message says why and what to do."""
 
 
 class _Installed:
     """Everything that is changed, and how often it was asked for."""
 
     def __init__(self) -> None:
-        self.parts: tuple[Any, ...] = (PerThread(), Patches(), Backward(), Switches())
+        self.parts: tuple[Any, ...] = (PerThread(), Patches(), Backward(), Switches(), Overlaps())
         self.users = 0
         self.for_life = False
 
@@ -91,7 +86,7 @@ def isolate() -> None:
     """Isolate the threads of this process for the rest of its life. Calling it again changes nothing.
 
     Raises IsolationError, having changed nothing: while a trace or compile runs, where traces that overlapped have left their
-    state behind, and on a torch whose insides are unknown.
+    state behind, in a sub-interpreter, and on a torch whose insides are unknown.
     """
     with _lock:
         _enter().for_life = True
@@ -165,6 +160,7 @@ def _alone() -> Iterator[None]:
 
 def refuse_unless_quiet() -> None:
     """Raises IsolationError while a thread traces or exports, and where overlapping traces have left something behind."""
+    refuse_sub_interpreter()
     busy = _busy()
     if busy:
         raise IsolationError(f"{busy}: isolate before any thread traces or compiles")

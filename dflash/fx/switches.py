@@ -1,9 +1,9 @@
 """Switches that an export throws for the whole process (F15): the first to enter throws it, the last to leave puts it back.
 
-An export switches cuDNN, oneDNN and NNPACK off, and puts back what it found when it ends. Exports that overlap find them off
-already, and the last to end leaves them off for the life of the process. Here they are counted: torch's own code runs once when
-the first export enters and once when the last one leaves. The same for the flags of torch.compiler, where this torch does not
-let them be per thread.
+An export switches cuDNN, oneDNN and NNPACK off, replaces `max`, `min` and `math.pow`, and puts back what it found when it ends.
+Exports that overlap find them changed already, and the last to end leaves them so for the life of the process. Here they are
+counted: torch's own code runs once when the first export enters and once when the last one leaves. The same for the flags of
+torch.compiler, where this torch does not let them be per thread.
 
 Known limits: the switches are process-wide as ever, so that other threads run without these backends while any thread exports,
 and what another thread sets meanwhile is undone when the last export ends.
@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
 from typing import Any
 
-from dflash.fx import per_thread
+from dflash.fx import per_thread, wrapped
 from dflash.fx.code_swap import UnknownInternals, with_constants
+from dflash.fx.overlaps import BACKENDS, backend_flags, note
 
 _EXPORT = ("torch.export._trace", "_ignore_backend_decomps")
+_BUILTINS = ("torch._export.non_strict_utils", "_override_builtin_ops")
 _FLAGS = (("torch._export.utils", "_compiling_state_context"), ("torch.compiler", "_non_strict_tracing_context"))
 
 
@@ -35,6 +38,8 @@ class Switch:
         function = getattr(manager, "__wrapped__", None)
         if type(function) is not FunctionType or function.__closure__ or function.__code__.co_argcount:
             raise UnknownInternals(f"{module_name}.{name} is not a context manager without arguments")
+        self._is_of_backends = (module_name, name) == _EXPORT
+        self._is_of_builtins = (module_name, name) == _BUILTINS
         self._function = function
         self._code: CodeType = function.__code__
         self._original: Callable[[], AbstractContextManager[None]] = contextlib.contextmanager(
@@ -44,6 +49,7 @@ class Switch:
         self._lock = threading.Lock()  # held for a few flags of torch, never while an export runs
         self._users: dict[int, int] = {}  # entries by thread
         self._thrown: AbstractContextManager[None] | None = None
+        self._backends: tuple[bool, ...] = ()  # as the switch has set them
 
     def install(self) -> None:
         """References taken earlier follow."""
@@ -67,6 +73,7 @@ class Switch:
             if not self._users:
                 self._thrown = self._original()
                 self._thrown.__enter__()
+                self._backends = backend_flags()
             self._users[thread] = self._users.get(thread, 0) + 1
         try:
             yield
@@ -79,8 +86,12 @@ class Switch:
 
     def _put_back_unless_used(self) -> None:
         if self._thrown is not None and not self._users:
+            if self._is_of_backends and backend_flags() != self._backends:
+                note(BACKENDS, "exported")
             self._thrown.__exit__(None, None, None)
             self._thrown = None
+            if self._is_of_builtins:
+                wrapped.settle(vars(math), "pow")  # a trace that has ended meanwhile may have wrapped what was found
 
 
 class Switches:
@@ -89,7 +100,7 @@ class Switches:
     def __init__(self) -> None:
         """Raises UnknownInternals; changes nothing."""
         flags = [place for place in _FLAGS if per_thread.left_alone("torch.compiler") and _exists(*place)]
-        self._switches = [Switch(*place) for place in (_EXPORT, *flags)]
+        self._switches = [Switch(*place) for place in (_EXPORT, _BUILTINS, *flags)]
 
     def install(self) -> None:
         """Install all; `remove` undoes a part of it too."""

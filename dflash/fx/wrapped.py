@@ -71,6 +71,14 @@ def drop(scope: dict[str, Any], name: str) -> None:
             _restore(place)
 
 
+def settle(scope: dict[str, Any], name: str) -> None:
+    """Somebody has put back what he found at `scope[name]`: if that is a wrapper out of place, its original belongs there."""
+    with lock:
+        place, value = _places.get((id(scope), name)), scope.get(name)
+        if bare(value) is not value and (place is None or place.wrapper is not value):
+            scope[name] = bare(value)
+
+
 def bare(function: Any) -> Any:
     """The original of a shared wrapper, in place or taken away meanwhile; anything else as it is."""
     return vars(function)["__wrapped__"] if type(function) is FunctionType and function.__code__ is _CODE else function
