@@ -13,8 +13,8 @@ The bounds hold for the rules as they are used. Two of them cannot be met otherw
 
 - The gate with a FAIL threshold equal to the tolerance finds a true loss of 2 % with probability 0.65: see `regression.gate`.
 - The watch without a gate in the same night (no baseline build). Two outlier nights in a row alone are 0.09 alarms per 100
-  nights, and both nights of a -5 % change lie below a limit estimated from 30 nights in 0.88 of all cases. When 4 of 5
-  outliers are INVALID (throttled, shared machine), alarms fall to 0.04; 0.88 stays. So a suspect night asks for the gate.
+  nights, and both nights of a -5 % change lie below a limit estimated from 30 nights in 0.90 of all cases. When 4 of 5
+  outliers are INVALID (throttled, shared machine), alarms fall to 0.05; 0.90 stays. So a suspect night asks for the gate.
 
 Exit codes: 0 all bounds met, 1 a bound missed, 2 bad usage. A bound is met when the simulated value meets it; the Monte-Carlo
 standard error is printed beside it.

@@ -15,7 +15,7 @@ have sunk to it and the red nights would turn green with nobody having accepted 
 one does not confirm stays in, as noise does; the next one itself is judged without it, by the same limit. INVALID nights are
 neither pass nor fail, stay out, and do not break a row.
 
-Limits: at a night sd of 1 % history alone finds -5 % within two nights with probability 0.88, not 0.95; with the gate in the
+Limits: at a night sd of 1 % history alone finds -5 % within two nights with probability 0.90, not 0.95; with the gate in the
 same night it is 0.98 (`python -m regression.simulate`). Losses under about 3 % are the gate's alone. A limit that comes out
 at or below zero means that the history is useless; the sentence shows it.
 
