@@ -64,7 +64,7 @@ def _write(measured: Measurement, outcomes: Mapping[str, Outcome], directory: Pa
     try:
         run.log(numbers(measured))
         run.summary.update({f"verdict/{name}": outcome.kind for name, outcome in outcomes.items()})
-        where = run.url or run.dir
+        where = run.url if mode == "online" else run.dir
     finally:
         run.finish()
     return f"mirrored {mode}, run {identity}: {where}"
