@@ -76,7 +76,7 @@ def regression(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def nightly(session: nox.Session) -> None:
-    """Measure once and append to the history: `-- --output DIR [--gpus N]`."""
+    """Measure, decide by the history, write the report: `-- --output DIR [--gpus N]`."""
     _run(session, "-m", "regression.nightly", *session.posargs)
 
 
