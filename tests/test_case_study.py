@@ -45,6 +45,8 @@ def uncompiled(rate: float, *ids: str, late_call: str = "uncompiled") -> Seen:
         (CRASH, seen("crash", error=FX), "deviates"),  # fxprobe did not see why
         (CRASH, seen("crash", "F1", error="AssertionError"), "deviates"),
         (CRASH, seen("healthy", "F1"), "deviates"),
+        (WARM_UP, seen("crash", "F1", error=FX, facts={"disk_cache_hits": 2}), "as told"),
+        (WARM_UP, seen("crash", "F1", error=FX, facts={"disk_cache_hits": 0}), "deviates"),
         (BYPASSED, uncompiled(30.0, "F2", "F6"), "as told"),
         (BYPASSED, uncompiled(30.0, "F2"), "deviates"),
         (BYPASSED, uncompiled(100.0 * SLOWER, "F2", "F6"), "deviates"),
@@ -60,7 +62,8 @@ def test_a_step_is_as_told_only_with_its_outcome_its_findings_and_its_rate(step:
 
 def test_where_the_flag_is_hidden_the_incident_must_be_absent_and_is_said_so() -> None:
     for step in (CRASH, BYPASSED, WARM_UP):
-        assert verdict(step, seen("healthy", late_call="compiled"), hidden="per thread") == "not shown"
+        healthy = seen("healthy", late_call="compiled", facts={"disk_cache_hits": 6})
+        assert verdict(step, healthy, hidden="per thread") == "not shown"
         assert verdict(step, seen("crash", "F1", error=FX), hidden="per thread") == "deviates"
     assert verdict(HEALTHY, seen("healthy"), hidden="per thread") == "as told"
 
