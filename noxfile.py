@@ -1,4 +1,4 @@
-"""The front door: `nox -s demo`, `nox -s tests`, `nox -s lint types`, `nox -s stress`, `nox -s regression`, `nox -s nightly`.
+"""The front door: `nox -s demo`, `nox -s case_study`, `nox -s tests`, `nox -s lint types`, `nox -s stress`, `nox -s nightly`.
 
 All sessions share one environment (the session `environment`), because each copy holds its own torch. What follows `--` goes
 to the command of the session: `nox -s tests -- tests/test_masks.py`. `nox --no-venv` uses the packages of the Python that
@@ -35,6 +35,12 @@ def environment(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Train a drafter on two CPU cores and speculate with it, end to end."""
     _run(session, "-m", "fixtures.demo", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def case_study(session: nox.Session) -> None:
+    """Replay the incident that this project exists for, step by step, each under fxprobe."""
+    _run(session, "-m", "fixtures.case_study", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["environment"])
