@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,10 @@ def test_a_failed_write_keeps_the_earlier_result(run: Path, monkeypatch: pytest.
     evaluate(settings(run))
     before = (run / "evaluate-last.json").read_bytes()
 
-    def full(_value: Any, file: Any, **_settings: Any) -> None:
-        file.write("{")
+    def full(_descriptor: int) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(module.json, "dump", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         evaluate(settings(run, seed=9))
     assert (run / "evaluate-last.json").read_bytes() == before

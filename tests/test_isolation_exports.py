@@ -17,8 +17,8 @@ from torch.export import _trace as export_trace
 from torch.fx.passes.infra.pass_base import PassResult
 
 import dflash.fx
+from dflash.fx.gpu_guard import without_gpu_guard
 from dflash.fx.isolation import IsolationError, refuse_unless_quiet
-from diagnostics.stress.features import without_gpu_guard
 
 ignore_backends: Callable[[], AbstractContextManager[None]] = export_trace._ignore_backend_decomps  # taken before isolation
 

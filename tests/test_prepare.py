@@ -324,7 +324,7 @@ def test_settings_that_cannot_work_say_what_to_change(configure: Any) -> None:
         prepare.prepare(configure([{"prompt": "a"}], target=TargetConfig(path="random:qwen3", dtype="float32", mask_token_id=9)))
     with pytest.raises(ConfigError, match="use cpu or cuda:INDEX"):
         prepare.prepare(configure([{"prompt": "a"}], device="gpu"))
-    with pytest.raises(ConfigError, match=r"device is 'cuda:97', found \d+ GPUs"):
+    with pytest.raises(ConfigError, match=r"device cuda:97 needs 98 GPUs, found \d+"):
         prepare.prepare(configure([{"prompt": "a"}], device="cuda:97"))
 
 
