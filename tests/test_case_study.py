@@ -60,6 +60,11 @@ def test_a_step_is_as_told_only_with_its_outcome_its_findings_and_its_rate(step:
     assert verdict(step, what) == expected
 
 
+def test_without_a_healthy_rate_slower_is_not_claimed() -> None:
+    what = uncompiled(30.0, "F2", "F6")
+    assert judge(BYPASSED, what, healthy_rate=None, why_not_shown=None)[0] == "not observed"
+
+
 def test_where_the_flag_is_hidden_the_incident_must_be_absent_and_is_said_so() -> None:
     for step in (CRASH, BYPASSED, WARM_UP):
         healthy = seen("healthy", late_call="compiled", facts={"disk_cache_hits": 6})
