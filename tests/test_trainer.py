@@ -347,7 +347,7 @@ def test_an_interrupted_command_says_so_without_a_traceback(
 
 
 def test_killed_runs_resume_as_if_nothing_happened(tmp_path: Path) -> None:
-    config = make_config(tmp_path / "killed", optim={"steps": 400}, checkpoint={"every_steps": 2, "keep_last": 3})
+    config = make_config(tmp_path / "killed", optim={"steps": 160}, checkpoint={"every_steps": 2, "keep_last": 3})
     arguments = [sys.executable, "-c", CHILD, str(write_config(config, tmp_path / "config.json"))]
     child = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ)
     try:
@@ -355,8 +355,8 @@ def test_killed_runs_resume_as_if_nothing_happened(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.communicate(timeout=60)
-    train(make_config(tmp_path / "killed", optim={"steps": 400}, checkpoint={"every_steps": 100, "keep_last": 3}, resume=True))
-    train(make_config(tmp_path / "whole", optim={"steps": 400}, checkpoint={"every_steps": 100, "keep_last": 3}))
+    train(make_config(tmp_path / "killed", optim={"steps": 160}, checkpoint={"every_steps": 40, "keep_last": 3}, resume=True))
+    train(make_config(tmp_path / "whole", optim={"steps": 160}, checkpoint={"every_steps": 40, "keep_last": 3}))
     assert same_bits(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
 
 
