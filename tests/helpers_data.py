@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash.batch import Example
 from dflash.config import PrepareConfig, TargetConfig
+from dflash.data.generate import Question, Sampling, answer
 
 SPECIAL = ("<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<mask>")
 
@@ -118,3 +119,19 @@ def prepare_config(directory: Path, target: Path, rows: list[Any] | str, /, **ch
         "heldout_fraction": 0.0,
     }
     return PrepareConfig(**{**values, **changes})
+
+
+def questions(*lengths: int, seed: int = 0) -> list[Question]:
+    generator = np.random.default_rng(seed)
+    return [Question(sample_id=f"q{i}", ids=generator.integers(0, 256, n).tolist()) for i, n in enumerate(lengths)]
+
+
+def frequent_end(model: Any, asked: list[Question]) -> set[int]:
+    """A token that ends some of the greedy answers early, and not others."""
+    free = answer(model, asked, Sampling(max_new_tokens=16, end_token_ids=set()))
+    for token in sorted({t for tokens in free for t in tokens}):
+        at = [tokens.index(token) if token in tokens else None for tokens in free]
+        found = [i for i in at if i is not None]
+        if None in at and len(set(found)) > 1:
+            return {token}
+    raise AssertionError("the random target gives every prompt the same answer")

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
-import itertools
 import json
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.convert_frame
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from dflash.fx import seams
-from diagnostics import fxprobe, patch
-from diagnostics.findings import conclude
-from diagnostics.observe import PROBES, observed
-from diagnostics.probes.probe import Probe as AnyProbe
-from diagnostics.records import Finding, Log, Observation
-from diagnostics.session import Outcome
+from diagnostics import fxprobe
+from diagnostics.observe import observed
+from diagnostics.records import Finding, Observation
 
 ROOT = Path(__file__).parent.parent
 FLAG_IS_SHARED = seams.tracing_state().flag_scope == "process"
@@ -291,49 +282,6 @@ def test_no_program_is_bad_usage(probe: Probe) -> None:
     assert stop.value.code == 2
 
 
-def patched() -> dict[str, Any]:
-    """Everything that the probes change, by identity."""
-    tracer = inspect.unwrap(torch.fx._symbolic_trace.Tracer.trace)
-    convert, check = torch._dynamo.convert_frame._compile, torch.fx._symbolic_trace.is_fx_symbolic_tracing
-    functions = {"trace": tracer, "compile": convert, "check": check, "is_compiling": torch.compiler.is_compiling}
-    return {
-        **functions,
-        **{f"{name} code": function.__code__ for name, function in functions.items()},
-        "check defaults": check.__defaults__,
-        "lock": torch._dynamo.convert_frame.compile_lock,
-        "Tracer": dict(vars(torch.fx.Tracer)),
-        "call": torch.nn.Module.__call__,
-        "getattr": torch.nn.Module.__getattr__,
-        "threads": threading.excepthook,
-    }
-
-
-def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    return all(before[key] is after[key] or (key == "Tracer" and before[key] == after[key]) for key in before)
-
-
-@pytest.mark.parametrize("order", [order for order in itertools.permutations(range(len(PROBES))) if order[0] != 0][::8999])
-def test_torch_is_as_it_was_after_the_probes_came_off_in_any_order(order: tuple[int, ...]) -> None:
-    torch.compile(torch.sin, backend="eager")  # torch wraps Tracer.trace at its first compile
-    before = patched()
-    contexts = [probe(Log()).attached() for probe in PROBES]
-    for context in contexts:
-        context.__enter__()
-    assert not same(before, patched())
-    for position in order:
-        contexts[position].__exit__(None, None, None)
-    assert same(before, patched())
-
-
-@pytest.mark.parametrize("kind", PROBES)
-def test_a_probe_is_attached_once_at_a_time(kind: type[AnyProbe]) -> None:
-    probe = kind(Log())
-    with probe.attached(), pytest.raises(RuntimeError, match="attached already"), probe.attached():
-        pass
-    with probe.attached():
-        pass
-
-
 def test_a_first_compile_under_the_probes_leaves_nothing_of_them_in_torch(probe: Probe) -> None:
     program = script(
         probe.directory,
@@ -347,148 +295,3 @@ def test_a_first_compile_under_the_probes_leaves_nothing_of_them_in_torch(probe:
     )
     assert probe(program).stdout == "True True\n"
     assert probe.report["not_observed"] == []
-
-
-def test_every_listener_hears_while_it_listens() -> None:
-    heard: list[str] = []
-
-    def listener(name: str) -> contextlib.AbstractContextManager[None]:
-        return patch.TRACE.subscribed(lambda _arguments, _keywords: heard.append(name), heard.append)
-
-    first, second = listener("first"), listener("second")
-    first.__enter__()
-    second.__enter__()
-    make_fx(torch.sin)(torch.ones(1))
-    first.__exit__(None, None, None)
-    make_fx(torch.sin)(torch.ones(1))
-    second.__exit__(None, None, None)
-    make_fx(torch.sin)(torch.ones(1))
-    assert heard == ["first", "second", "second"]
-
-
-def test_a_probe_that_fails_is_reported_and_not_the_programs_problem() -> None:
-    reports: list[str] = []
-
-    def fails(_arguments: tuple[Any, ...], _keywords: dict[str, Any]) -> None:
-        raise ZeroDivisionError("defect")
-
-    with patch.TRACE.subscribed(fails, reports.append):
-        graph = make_fx(torch.sin)(torch.ones(1))
-    assert any(node.target is torch.ops.aten.sin.default for node in graph.graph.nodes)
-    assert reports == ["a probe failed at the start of a call: ZeroDivisionError: defect"]
-
-
-def test_a_function_replaced_by_the_program_is_reported_and_left_alone() -> None:
-    original = inspect.unwrap(torch.fx.Tracer.trace).__code__
-    reports: list[str] = []
-    try:
-        with patch.TRACE.subscribed(lambda _arguments, _keywords: None, reports.append):
-            theirs = original.replace(co_name="theirs")
-            inspect.unwrap(torch.fx.Tracer.trace).__code__ = theirs
-        assert inspect.unwrap(torch.fx.Tracer.trace).__code__ is theirs
-    finally:
-        inspect.unwrap(torch.fx.Tracer.trace).__code__ = original
-    assert reports == [
-        "the program replaced torch.fx._symbolic_trace.Tracer.trace while it was observed: later calls were not observed"
-    ]
-
-
-def test_an_unknown_torch_is_not_observed_and_never_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    def renamed(frame: object) -> None:
-        del frame
-
-    monkeypatch.setattr(torch._dynamo.convert_frame, "_compile", renamed)
-    with observed() as log:
-        pass
-    unseen = [seen for seen in log.observations() if seen.kind == "not_observed"]
-    assert len(unseen) == len(log.observations()) > 0
-    assert all("_compile takes (frame) on this torch, expected (code)" in seen.name for seen in unseen)
-    outcome = Outcome(exit_code=0, seconds=0, processes=(), others=0, not_observed=(unseen[0].name,), notes=())
-    assert fxprobe.exit_code(outcome, conclude(log.observations()), fail_on="error") == 3
-
-
-def frames_that_dynamo_looks_at() -> int:
-    """Below a graph break, where Dynamo watches every frame unless told otherwise, of a trace and of a compiled call."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    inner = torch.compile(torch.cos, backend="eager")
-
-    @torch.compiler.disable(recursive=False)
-    def uncompiled(x: torch.Tensor) -> torch.Tensor:
-        torch.fx.Tracer().trace(torch.nn.Linear(2, 2))
-        return inner(x)
-
-    def outer(x: torch.Tensor) -> torch.Tensor:
-        return uncompiled(x + 1) * 2
-
-    torch.compile(outer, backend="eager")(torch.ones(2))
-    return torch._dynamo.utils.counters["frames"]["total"]
-
-
-def test_dynamo_does_not_look_at_what_the_probes_do() -> None:
-    alone = frames_that_dynamo_looks_at()
-    with observed() as log:
-        observed_frames = frames_that_dynamo_looks_at()
-    assert alone >= 2
-    assert observed_frames == alone
-    assert not [seen for seen in log.observations() if seen.kind == "compile" and "diagnostics" in seen.where[0]]
-
-
-def test_equal_facts_are_one_observation_with_a_count() -> None:
-    log = Log()
-    for seconds in (1.0, 2.0):
-        log.add(Observation(kind="trace", name="Tracer", threads=("a",), time_seconds=seconds, duration_seconds=seconds))
-    log.add(Observation(kind="trace", name="Tracer", threads=("b",)))
-    first, second = log.observations()
-    assert (first.count, first.time_seconds, first.duration_seconds, second.count) == (2, 1.0, 3.0, 1)
-
-
-def test_places_beyond_the_limit_are_counted_and_reported() -> None:
-    log = Log(max_places=1)
-    for name in "abb":
-        log.add(Observation(kind="trace", name=name, threads=()))
-    _, last = log.observations()
-    assert (last.kind, last.name.split()[0]) == ("not_observed", "2")
-
-
-def test_records_survive_json() -> None:
-    observation = Observation(
-        kind="overlap", name="x", threads=("a", "b"), where=("f:1",), count=3, fields={"where_first": ["g:2"]}
-    )
-    finding = Finding(id="F5", severity="hazard", what="w", who=("a", "b"), where=("f:1",), why="y", what_to_do="d", count=2)
-    assert Observation.from_dict(json.loads(json.dumps(observation.to_dict()))) == observation
-    assert Finding.from_dict(json.loads(json.dumps(finding.to_dict()))) == finding
-
-
-def test_a_foreign_record_is_refused() -> None:
-    with pytest.raises(ValueError, match="observation of kind 'guess'"):
-        Observation.from_dict({"kind": "guess", "name": "", "threads": []})
-
-
-@functools.cache
-def _exception(message: str, thread: str) -> Observation:
-    fields = {"message": message, "seen": "unhandled"}
-    return Observation(kind="exception", name="RuntimeError", threads=(thread,), fields=fields)
-
-
-def test_a_known_exception_without_a_probes_explanation_is_a_finding() -> None:
-    (finding,) = conclude([_exception("CURRENT_PATCHER is None in finally block", "a")])
-    assert (finding.id, finding.severity, finding.who) == ("F5", "error", ("a",))
-
-
-def test_what_fx_says_also_to_one_thread_alone_needs_another_one_to_be_a_finding() -> None:
-    raised = _exception("Found multiple different tracers in one call", "a")
-    overlap = Observation(kind="overlap", name="x", threads=("b", "a"), fields={"where_first": []})
-    assert conclude([raised]) == ()
-    assert ("F3", ("a",)) in [(finding.id, finding.who) for finding in conclude([raised, overlap])]
-
-
-def test_an_exception_that_a_probe_explains_is_not_counted_twice() -> None:
-    fields = {"outcome": "NameError: module is not installed as a submodule", "tracer": "Tracer"}
-    call = Observation(kind="foreign_call", name="Linear", threads=("a", "b"), fields=fields)
-    (finding,) = conclude([call, _exception("module is not installed as a submodule", "b")])
-    assert (finding.who, finding.count) == (("a", "b"), 1)
-
-
-def test_other_exceptions_are_not_the_probes_business() -> None:
-    assert conclude([_exception("out of memory", "a")]) == ()

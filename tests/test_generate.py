@@ -9,6 +9,8 @@ import pytest
 import torch
 from helpers_data import (
     byte_tokenizer,
+    frequent_end,
+    questions,
     tiny_target,
 )
 from hypothesis import given, settings
@@ -23,27 +25,6 @@ from dflash.modeling.target import load_target
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return tiny_target()
-
-
-def questions(*lengths: int, seed: int = 0) -> list[Question]:
-    generator = np.random.default_rng(seed)
-    return [Question(sample_id=f"q{i}", ids=generator.integers(0, 256, n).tolist()) for i, n in enumerate(lengths)]
-
-
-def frequent_end(model: Any, asked: list[Question]) -> set[int]:
-    """A token that ends some of the greedy answers early, and not others."""
-    free = answer(model, asked, Sampling(max_new_tokens=16, end_token_ids=set()))
-    for token in sorted({t for tokens in free for t in tokens}):
-        at = [tokens.index(token) if token in tokens else None for tokens in free]
-        found = [i for i in at if i is not None]
-        if None in at and len(set(found)) > 1:
-            return {token}
-    raise AssertionError("the random target gives every prompt the same answer")
 
 
 def test_greedy_answers_are_those_of_generate(model: Any) -> None:

@@ -30,11 +30,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict
 
 @pytest.mark.parametrize("policy", PROTECTED)
 def test_every_call_runs_compiled_and_nothing_compiles_late_or_is_left_behind(policy: str, runs: dict[str, Any]) -> None:
-    _, result, left = runs[policy]
+    directory, result, left = runs[policy]
     assert (result["recompiles_after_warmup"], result["fallbacks"], result["graph_breaks"], result["fx_errors"]) == (0, 0, 0, 0)
     assert result["graph_runs"] >= 3 * 4
     assert result["compiles_in_warmup"] >= 1
-    assert (result["seconds"]["warmup"] > 0.01) == (policy == "prewarm")
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    warmed = [event for event in events if event["name"] == "phase" and event["fields"]["text"].startswith("warming up")]
+    assert len(warmed) == (2 if policy == "prewarm" else 0)
     assert left == []
 
 
@@ -48,5 +50,3 @@ def test_the_policy_does_not_change_what_is_learned(runs: dict[str, Any]) -> Non
 
 def test_drafters_of_one_device_share_compiled_code(runs: dict[str, Any]) -> None:
     assert runs["prewarm"][1]["compiles_in_warmup"] == 1
-    steps = [json.loads(line) for line in (runs["prewarm"][0] / "events.jsonl").read_text().splitlines()]
-    assert len([step for step in steps if step["name"] == "step"]) == 3

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,7 +18,7 @@ from helpers_data import (
     THINKING,
     WITHOUT_GENERATION,
     byte_tokenizer,
-    prepare_config,
+    frequent_end,
     saved_target,
     tiny_target,
     write_jsonl,
@@ -34,38 +32,6 @@ from fixtures import tiny_target as trained
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture
-def configure(tmp_path: Path, target: Path) -> Any:
-    """A function that makes the configuration for some rows of prompts."""
-    return functools.partial(prepare_config, tmp_path, target)
-
-
-def questions(*lengths: int, seed: int = 0) -> list[Question]:
-    generator = np.random.default_rng(seed)
-    return [Question(sample_id=f"q{i}", ids=generator.integers(0, 256, n).tolist()) for i, n in enumerate(lengths)]
-
-
-def frequent_end(model: Any, asked: list[Question]) -> set[int]:
-    """A token that ends some of the greedy answers early, and not others."""
-    free = answer(model, asked, Sampling(max_new_tokens=16, end_token_ids=set()))
-    for token in sorted({t for tokens in free for t in tokens}):
-        at = [tokens.index(token) if token in tokens else None for tokens in free]
-        found = [i for i in at if i is not None]
-        if None in at and len(set(found)) > 1:
-            return {token}
-    raise AssertionError("the random target gives every prompt the same answer")
 
 
 def test_examples_are_what_the_target_was_asked_and_what_it_wrote(configure: Any, model: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 from helpers_data import (
     byte_tokenizer,
-    prepare_config,
     saved_target,
     tiny_target,
 )
@@ -23,17 +21,6 @@ from dflash.data.generate import answer
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id
 ROWS = [{"id": f"p{i}", "prompt": "x" * (i + 1)} for i in range(7)]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture
-def configure(tmp_path: Path, target: Path) -> Any:
-    """A function that makes the configuration for some rows of prompts."""
-    return functools.partial(prepare_config, tmp_path, target)
 
 
 class Killed(BaseException):

@@ -23,7 +23,7 @@ import json, os, pathlib, sys, time
 if "--measure" not in sys.argv or not pathlib.Path("can_measure").exists():
     sys.exit("Unrecognized options: --measure")
 rate, began = float(pathlib.Path(__file__).parent.parent.joinpath("rate.txt").read_text()), time.time()
-time.sleep(0.1)
+time.sleep(0.1)  # a segment has a length, in which the parent samples the machine
 workers = [{"worker": name, "items": 1} for name in ("target-0", "drafter-0")]
 segment = {"began": began, "ended": time.time(), "compiles": 0, "workers": workers}
 measure = {"incomplete": None, "segments": [segment], "num_devices": 2, "tokens_per_second": rate,

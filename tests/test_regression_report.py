@@ -210,16 +210,20 @@ def test_differences_name_the_path_and_what_is_absent() -> None:
     assert [change.sentence for change in found] == ["a.b 1 → 2", "c 2 → none", "d none → 3"]
 
 
-def test_the_commits_between_two_nights_are_listed_where_the_repository_has_them() -> None:
-    git = shutil.which("git")
-    done = subprocess.run((git or "git", "log", "-3", "--format=%H"), capture_output=True, text=True, check=False)
-    if len(done.stdout.split()) < 3:
-        pytest.skip("this checkout has fewer than three commits")
+def test_the_commits_between_two_nights_are_listed_where_the_repository_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run(("git", "init", "--quiet"), check=True)
+    for text in ("first", "second", "third"):
+        subprocess.run(("git", *who, "commit", "--quiet", "--allow-empty", "-m", text), check=True)
+    done = subprocess.run(("git", "log", "--format=%H"), capture_output=True, text=True, check=True)
     new, _, old = done.stdout.split()
     before, after = {"git": {"commit": old, "dirty": False}}, {"git": {"commit": new, "dirty": True}}
     words, listed = changes.commits(before, after)
     assert words == f"{old[:12]}..{new[:12]} with uncommitted changes"
-    assert listed
+    assert [line.partition(" ")[2] for line in listed] == ["third", "second"]
     assert changes.commits(after, after)[0] == f"commit {new[:12]} with uncommitted changes, as before"
 
 

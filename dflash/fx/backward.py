@@ -7,7 +7,7 @@ caller's tracing state. Every other backward runs where it always did.
 
 from __future__ import annotations
 
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ import torch.autograd.graph
 from torch._dynamo import convert_frame
 
 from dflash.fx import dispatch
-from dflash.fx.code_swap import UnknownInternals, with_constants
+from dflash.fx.code_swap import Swapped, UnknownInternals, with_constants
 
 
-class Backward:
+class Backward(Swapped):
     """`torch.autograd.graph._engine_run_backward`, which `backward` and `grad` call, with other code."""
 
     def __init__(self) -> None:
@@ -27,8 +27,7 @@ class Backward:
         function = getattr(torch.autograd.graph, "_engine_run_backward", None)
         if type(function) is not FunctionType or function.__closure__ or not hasattr(lock, "_is_owned"):
             raise UnknownInternals("torch.autograd.graph._engine_run_backward, or Dynamo's compile lock, is not as expected")
-        self._function = function
-        self._code: CodeType = function.__code__
+        super().__init__(function)
         original = FunctionType(self._code, function.__globals__, function.__name__, function.__defaults__)
         original.__kwdefaults__ = function.__kwdefaults__
 
@@ -39,15 +38,6 @@ class Backward:
                 return original(t_outputs, *args, **kwargs)
 
         self._new_code = with_constants(_engine_run_backward.__code__, {"run": run})
-
-    def install(self) -> None:
-        """References taken earlier follow."""
-        self._function.__code__ = self._new_code
-
-    def remove(self) -> None:
-        """Undo `install`."""
-        if self._function.__code__ is self._new_code:
-            self._function.__code__ = self._code
 
     def after_fork(self) -> None:
         """Nothing belongs to a thread here."""

@@ -25,6 +25,25 @@ class UnknownInternals(RuntimeError):
     """This torch is not built as expected; nothing was changed."""
 
 
+class Swapped:
+    """A part of isolation that is one function of torch with other code; a subclass sets `_new_code`."""
+
+    _new_code: CodeType
+
+    def __init__(self, function: FunctionType) -> None:
+        self._function = function
+        self._code: CodeType = function.__code__  # torch's
+
+    def install(self) -> None:
+        """References taken earlier follow."""
+        self._function.__code__ = self._new_code
+
+    def remove(self) -> None:
+        """Undo `install`."""
+        if self._function.__code__ is self._new_code:
+            self._function.__code__ = self._code
+
+
 def compiled_with(module: ModuleType, names: Iterable[str], values: object) -> dict[Key, CodeType]:
     """Code of the functions of `module` that use the globals `names`, turned into attributes of `values`.
 

@@ -14,13 +14,13 @@ import ctypes
 import threading
 import warnings
 from collections import Counter
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch._dynamo import convert_frame
 
-from dflash.fx.code_swap import UnknownInternals, with_constants
+from dflash.fx.code_swap import Swapped, UnknownInternals, with_constants
 
 RANDOM, DTYPE, BACKENDS = "random state", "default dtype", "backend flags"
 _CONSEQUENCES = {
@@ -73,7 +73,7 @@ def backend_flags() -> tuple[bool, ...]:
     return torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled(), torch._C._get_nnpack_enabled()
 
 
-class Overlaps:
+class Overlaps(Swapped):
     """Dynamo's `trace_frame`, around which it saves and puts back, with other code."""
 
     def __init__(self) -> None:
@@ -81,8 +81,7 @@ class Overlaps:
         function = getattr(getattr(convert_frame, "trace_frame", None), "__wrapped__", None)
         if type(function) is not FunctionType or function.__closure__:
             raise UnknownInternals("torch._dynamo.convert_frame.trace_frame is not a function that saves and puts back")
-        self._function = function
-        self._code: CodeType = function.__code__
+        super().__init__(function)
         original = FunctionType(self._code, function.__globals__, function.__name__, function.__defaults__)
         original.__kwdefaults__ = function.__kwdefaults__
 
@@ -97,15 +96,6 @@ class Overlaps:
                     note(RANDOM, "compiled")
 
         self._new_code = with_constants(_trace_frame.__code__, {"run": run})
-
-    def install(self) -> None:
-        """References taken earlier follow."""
-        self._function.__code__ = self._new_code
-
-    def remove(self) -> None:
-        """Undo `install`."""
-        if self._function.__code__ is self._new_code:
-            self._function.__code__ = self._code
 
     def after_fork(self) -> None:
         """In the child the lock is free."""

@@ -17,11 +17,11 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from dflash.fx import per_thread, wrapped
-from dflash.fx.code_swap import UnknownInternals, with_constants
+from dflash.fx.code_swap import Swapped, UnknownInternals, with_constants
 from dflash.fx.overlaps import BACKENDS, backend_flags, note
 
 _EXPORT = ("torch.export._trace", "_ignore_backend_decomps")
@@ -29,7 +29,7 @@ _BUILTINS = ("torch._export.non_strict_utils", "_override_builtin_ops")
 _FLAGS = (("torch._export.utils", "_compiling_state_context"), ("torch.compiler", "_non_strict_tracing_context"))
 
 
-class Switch:
+class Switch(Swapped):
     """One context manager of torch, made of a generator function without arguments."""
 
     def __init__(self, module_name: str, name: str) -> None:
@@ -40,8 +40,7 @@ class Switch:
             raise UnknownInternals(f"{module_name}.{name} is not a context manager without arguments")
         self._is_of_backends = (module_name, name) == _EXPORT
         self._is_of_builtins = (module_name, name) == _BUILTINS
-        self._function = function
-        self._code: CodeType = function.__code__
+        super().__init__(function)
         self._original: Callable[[], AbstractContextManager[None]] = contextlib.contextmanager(
             FunctionType(self._code, function.__globals__, function.__name__)
         )
@@ -50,15 +49,6 @@ class Switch:
         self._users: dict[int, int] = {}  # entries by thread
         self._thrown: AbstractContextManager[None] | None = None
         self._backends: tuple[bool, ...] = ()  # as the switch has set them
-
-    def install(self) -> None:
-        """References taken earlier follow."""
-        self._function.__code__ = self._new_code
-
-    def remove(self) -> None:
-        """Undo `install`."""
-        if self._function.__code__ is self._new_code:
-            self._function.__code__ = self._code
 
     def after_fork(self) -> None:
         """In the child only the thread that forked lives."""

@@ -1,0 +1,26 @@
+"""Fixtures of the tests of dflash.data; what else they share is in helpers_data.py."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers_data import prepare_config, saved_target, tiny_target
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def configure(tmp_path: Path, target: Path) -> Any:
+    """A function that makes the configuration for some rows of prompts."""
+    return functools.partial(prepare_config, tmp_path, target)
