@@ -26,15 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if wanted > 0:
         import torch  # noqa: PLC0415 - the CPU path of collection needs none
 
+        from diagnostics.gpu import missing_gpus  # noqa: PLC0415 - the same
+
         message = missing_gpus(wanted, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         if message:
             raise pytest.UsageError(message)
-
-
-def missing_gpus(wanted: int, found: int, visible: str | None) -> str | None:
-    """Say what is missing and what to do, or None."""
-    if found >= wanted:
-        return None
-    where = "CUDA_VISIBLE_DEVICES is not set" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
-    fewer = f"run with --gpus {found}, or --gpus 0 for the CPU workload" if found else "run with --gpus 0 for the CPU workload"
-    return f"needs {wanted} GPUs, found {found} ({where}): {fewer}"

@@ -137,6 +137,15 @@ class Watch:
         return tuple(found)
 
 
+def missing_gpus(wanted: int, found: int, visible: str | None) -> str | None:
+    """Say what is missing and what to do, or None."""
+    if found >= wanted:
+        return None
+    where = "CUDA_VISIBLE_DEVICES is not set" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
+    fewer = f"run with --gpus {found}, or --gpus 0 for the CPU workload" if found else "run with --gpus 0 for the CPU workload"
+    return f"needs {wanted} GPUs, found {found} ({where}): {fewer}"
+
+
 def _gpu(index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import missing_gpus
+from diagnostics.gpu import missing_gpus
 
 ROOT = Path(__file__).parent.parent
 
