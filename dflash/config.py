@@ -20,6 +20,14 @@ class ConfigError(ValueError):
     """A configuration that cannot work; the message says what to change. Commands exit with 2."""
 
 
+MAX_BUDGET = 4096  # nodes of a draft tree; verifying M of them attends from M+1 tokens to M+1 tokens
+
+
+def check_budget(budget: int) -> None:
+    """Raise ConfigError unless a draft tree can have so many nodes."""
+    _require(1 <= budget <= MAX_BUDGET, f"a tree budget is {budget}: use 1 to {MAX_BUDGET} nodes, or no budget for a chain")
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
@@ -276,10 +284,16 @@ class EvaluateConfig:
     dtype: Literal["float32", "bfloat16"] | None = None  # None: the run's target.dtype; float32 shows exact equality
     seed: int = 0
     baseline: bool = True  # also decode plainly, for the wall-clock ratio and the lossless check
+    budgets: tuple[int, ...] = ()  # nodes of the draft trees (DDTree) that are tried beside the chain of drafts
+    batch: int = 1  # prompts that are decoded together
 
     def __post_init__(self) -> None:
         _require(self.max_prompts >= 1 and self.max_new_tokens >= 1, "max-prompts and max-new-tokens must be at least 1")
         _require(0 <= self.temperature < math.inf, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
+        _require(self.batch >= 1, f"batch is {self.batch}: use at least 1")
+        for budget in self.budgets:
+            check_budget(budget)
+        _require(len(set(self.budgets)) == len(self.budgets), f"budgets are {list(self.budgets)}: name each one once")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
