@@ -19,7 +19,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash.config import ConfigError, DrafterConfig
 from dflash.decoding.acceptance import RoundStats
-from dflash.decoding.chain import DraftSession, Generation, commit, plain, speculate
+from dflash.decoding.chain import plain, speculate
+from dflash.decoding.draft_session import DraftSession
+from dflash.decoding.rounds import Generation, commit
+from dflash.decoding.tree import DraftTree
 from dflash.modeling.drafter import Drafter, DrafterShape
 from dflash.modeling.target import RANDOM_TARGETS, FrozenEnds, text_config
 
@@ -83,19 +86,20 @@ class Oracle:
         self.prompt, self.continuation, self.wrong = len(prompt), continuation, wrong
         self.asked: list[int] = []
 
-    def propose(self, session: DraftSession, bonus: int) -> torch.Tensor:
-        index = session.context_tokens - self.prompt
-        assert self.continuation[index] == bonus, "the context holds every committed token but the last"
+    def logits(self, session: DraftSession, bonuses: list[int]) -> torch.Tensor:
+        index = session.lengths[0] - self.prompt
+        assert [self.continuation[index]] == bonuses, "the context holds every committed token but the last"
         self.asked.append(index)
         drafts = self.continuation[index + 1 : index + session.block_size]
-        return torch.tensor([(t + 1) % VOCABULARY if self.wrong(index + k) else t for k, t in enumerate(drafts, 1)])
+        tokens = [(t + 1) % VOCABULARY if self.wrong(index + k) else t for k, t in enumerate(drafts, 1)]
+        return torch.nn.functional.one_hot(torch.tensor(tokens), VOCABULARY)[None].float()
 
     def speculate(self, *arguments: Any, **settings_: Any) -> Generation:
-        def propose(session: DraftSession, bonus: int) -> torch.Tensor:
-            return self.propose(session, bonus)
+        def logits(session: DraftSession, bonuses: list[int]) -> torch.Tensor:
+            return self.logits(session, bonuses)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DraftSession, "propose", propose)
+            patch.setattr(DraftSession, "logits", logits)
             return speculate(*arguments, **settings_)
 
 
@@ -210,14 +214,14 @@ def test_cached_drafting_equals_a_fresh_forward_over_the_full_context(family: st
         return hidden[-1]
 
     monkeypatch.setattr(Drafter, "block_forward", observed)
-    real = DraftSession.propose
+    real = DraftSession.logits
     own_drafts = []
 
-    def propose(session: DraftSession, bonus: int) -> torch.Tensor:
-        own_drafts.append(real(session, bonus).tolist())
-        return oracle.propose(session, bonus)
+    def logits(session: DraftSession, bonuses: list[int]) -> torch.Tensor:
+        own_drafts.append(real(session, bonuses)[0].argmax(-1).tolist())
+        return oracle.logits(session, bonuses)
 
-    monkeypatch.setattr(DraftSession, "propose", propose)
+    monkeypatch.setattr(DraftSession, "logits", logits)
     got = speculate(model, ends, drafter, prompt, max_new_tokens=16)
     assert len({r.committed for r in got.rounds if not r.truncated}) > 1
     monkeypatch.undo()
@@ -247,7 +251,7 @@ def test_hooks_are_gone_after_decoding_and_after_an_error(monkeypatch: pytest.Mo
         assert hooks() == before + 2, "both selected layers are hooked while decoding"
         raise RuntimeError("drafting failed")
 
-    monkeypatch.setattr(DraftSession, "propose", explode)
+    monkeypatch.setattr(DraftSession, "logits", explode)
     with pytest.raises(RuntimeError, match="drafting failed"):
         speculate(model, ends, drafter_for("qwen3", 3), prompt_of(4), max_new_tokens=5)
     assert hooks() == before
@@ -347,7 +351,8 @@ def test_a_commit_is_plain_decoding_of_the_verified_block(
         stopped = agreed and (choice in eos or len(expected) == room)
         if stopped or not agreed:
             break
-    tokens, stats_found = commit(drafts, choices, eos, room)
+    path = DraftTree.chain(np.array(drafts, dtype=np.int64)).walk(np.array(choices))
+    tokens, stats_found = commit([choices[node] for node in path], len(drafts), eos, room)
     assert tokens == expected
     assert stats_found == RoundStats(len(drafts), len(expected) - (not stopped), len(expected), truncated=stopped)
 
@@ -368,7 +373,7 @@ def test_stages_are_timed_and_plain_decoding_never_drafts() -> None:
     assert slow.seconds.draft == 0
     assert min(slow.seconds.prefill, slow.seconds.verify, slow.seconds.commit) > 0
     assert min(fast.seconds.prefill, fast.seconds.draft, fast.seconds.verify, fast.seconds.commit) > 0
-    assert fast.seconds.decode == fast.seconds.draft + fast.seconds.verify + fast.seconds.commit
+    assert fast.seconds.decode == fast.seconds.draft + fast.seconds.build + fast.seconds.verify + fast.seconds.commit
 
 
 # Refusals

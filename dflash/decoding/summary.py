@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash.decoding import acceptance
-from dflash.decoding.chain import Generation, StageSeconds
+from dflash.decoding.rounds import Generation, StageSeconds
 
 SPEEDUP_DEFINITION = "seconds per token after the prefill, plain / speculative: same code, prompts and device, sums over prompts"
 TOKENS_PER_FORWARD_DEFINITION = "all tokens / all target forwards, the prefill and its token included"
