@@ -37,6 +37,7 @@ from dflash.decoding.draft_session import DraftSession
 from dflash.decoding.sampling import TokenChooser
 from dflash.decoding.target_session import TargetSession
 from dflash.decoding.tree import DraftTree, build_tree
+from dflash.decoding.visibility import layer_windows
 from dflash.modeling.attention import decoding_kernels
 from dflash.modeling.drafter import Drafter
 from dflash.modeling.shape import misfit
@@ -114,19 +115,19 @@ def decode(
     place) and the position alone. Raises ConfigError for a target whose cache cannot be cropped or that is not the drafter's,
     for an empty prompt, and for one that does not fit into the target's positions together with the new tokens.
     """
-    prompts = [_prompt(target_model, prompt, wanted) for prompt in prompts]
-    if not prompts:
+    ids = [_prompt(target_model, prompt, wanted) for prompt in prompts]
+    if not ids:
         raise ConfigError("there is no prompt to decode")
     if drafting and (problem := misfit(drafting.drafter.shape, text_config(target_model))):
         raise ConfigError(f"the drafter was made for {problem}: decode with the target it was trained for")
+    if len(ids) > 1 or (drafting and drafting.budget is not None):
+        layer_windows(target_model)  # refuses a target that takes no mask, before it runs
     layer_ids = drafting.drafter.shape.target_layer_ids if drafting else ()
-    numbers = list(range(len(prompts)) if requests is None else requests)
+    numbers = list(range(len(ids)) if requests is None else requests)
     count = wanted.max_new_tokens + (drafting.drafter.shape.block_size if drafting else 1)  # the last block looks past the limit
-    chooser = TokenChooser(
-        temperature=wanted.temperature, seed=wanted.seed, requests=numbers, count=count, device=prompts[0].device
-    )
+    chooser = TokenChooser(temperature=wanted.temperature, seed=wanted.seed, requests=numbers, count=count, device=ids[0].device)
     with TargetSession(target_model, layer_ids) as target, decoding_kernels(), torch.inference_mode():
-        return _Rounds(target, drafting, chooser, prompts, wanted).run()
+        return _Rounds(target, drafting, chooser, ids, wanted).run()
 
 
 def commit(choices: Sequence[int], drafted: int, eos_ids: Collection[int], room: int) -> tuple[list[int], RoundStats]:

@@ -46,8 +46,8 @@ class TokenChooser:
             return logits.argmax(dim=-1)
         rows, numbers = logits.flatten(0, 1), self._numbers.gather(1, positions).view(-1, 1)
         size = max(1, _PROBABILITIES // rows.shape[-1])
-        pieces = zip(rows.split(size), numbers.split(size), strict=True)
-        return torch.cat([self._sample(*piece) for piece in pieces]).view(positions.shape)
+        pieces = [self._sample(rows[i : i + size], numbers[i : i + size]) for i in range(0, len(rows), size)]
+        return torch.cat(pieces).view(positions.shape)
 
     def _sample(self, logits: Tensor, numbers: Tensor) -> Tensor:
         cumulative = torch.softmax(logits.double() / self._temperature, dim=-1).cumsum(dim=-1)

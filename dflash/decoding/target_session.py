@@ -85,15 +85,13 @@ class TargetSession:
         Shorter prompts are padded at the right, where the causal mask hides it.
         """
         ids = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=ids.device)
-        wanted, place = last.unique(return_inverse=True)
-        if not self._can_limit_logits:
-            logits, place = self._run(ids), last
-        else:  # a number means the last one, in every version
-            logits = self._run(ids, logits_to_keep=1 if len(prompts) == 1 else wanted)
         self.lengths = [len(prompt) for prompt in prompts]
         self._columns = max(self.lengths)
-        return logits[torch.arange(len(prompts), device=ids.device), place][:, None]
+        wanted = sorted({length - 1 for length in self.lengths}) if self._can_limit_logits else list(range(self._columns))
+        limit = {"logits_to_keep": torch.tensor(wanted, device=ids.device)} if self._can_limit_logits else {}
+        logits = self._run(ids, **limit)
+        places = [wanted.index(length - 1) for length in self.lengths]
+        return torch.stack([logits[row, place] for row, place in enumerate(places)])[:, None]
 
     def verify(self, ids: Tensor, positions: Tensor, ancestors: Tensor | None) -> Tensor:
         """Logits [N, Q, V] after nodes `ids` [N, Q] int64 at `positions` [N, Q] int64.
