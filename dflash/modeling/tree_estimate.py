@@ -37,8 +37,7 @@ def top_marginals(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     values, tokens = wide.topk(min(count, wide.shape[-1]), dim=-1)
     tokens, by_token = tokens.sort(dim=-1)
     values, by_value = values.gather(-1, by_token).sort(dim=-1, descending=True, stable=True)
-    log_probabilities = (values - wide.logsumexp(dim=-1, keepdim=True)).clamp_max_(0.0)  # rounding must not exceed 1
-    return log_probabilities, tokens.gather(-1, by_value)
+    return values - wide.logsumexp(dim=-1, keepdim=True), tokens.gather(-1, by_value)
 
 
 @torch.no_grad()
