@@ -12,6 +12,8 @@ from dflash import checkpoint
 from dflash.fx import seams
 from dflash.trainer import train
 
+pytestmark = pytest.mark.xdist_group("policies")  # one worker: its fixtures of the module take long
+
 PROTECTED = ("prewarm", "isolate", "lock", "force")
 
 
