@@ -42,7 +42,8 @@ class DraftCollector:
     def finish(self, labels: Tensor, supervised: Tensor) -> None:
         """Count, by the labels and their supervision [R, N, D]."""
         positions = labels.shape[2]
-        log_probabilities, tokens = (torch.cat(parts).unflatten(0, (-1, positions)) for parts in zip(*self._kept, strict=True))
+        kept = [torch.cat(parts) for parts in zip(*self._kept, strict=True)]
+        log_probabilities, tokens = (part.view(-1, positions, part.shape[-1]) for part in kept)
         chosen = self._chosen.to(labels.device)
         self.counts = count_drafts(
             log_probabilities, tokens, labels.flatten(0, 1)[chosen], supervised.flatten(0, 1)[chosen], self._budget
