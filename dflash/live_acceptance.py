@@ -89,7 +89,8 @@ class LiveAcceptance:
         alarm = gap_alarm(chain, interval[1] if interval else tau)
         gap = chain - tau if chain is not None and tau is not None else None
         ci = interval and list(interval)
-        self._record("decode", {"step": step, "tau": tau, "tau_ci95": ci, "foretold": chain, "gap": gap, "alarm": alarm})
+        fields = {"step": step, "rounds": sum(map(len, requests)), "tau": tau, "tau_ci95": ci}
+        self._record("decode", {**fields, "foretold": chain, "gap": gap, "alarm": alarm})
         if alarm:
             self._alarms += 1
             events.record(

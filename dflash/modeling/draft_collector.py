@@ -31,9 +31,8 @@ class DraftCollector:
         self._rows = (self._chosen[:, None] * positions + torch.arange(positions)).flatten()
         self._kept = []
 
-    @torch.no_grad()
     def look(self, start: int, logits: Tensor) -> None:
-        """Keep what is wanted of `logits` [rows, V], whose first row has the number `start`. Chunks come in order."""
+        """Keep what is wanted of `logits` [rows, V], whose first row has the number `start`. In order, under no_grad."""
         first, end = torch.searchsorted(self._rows, torch.tensor([start, start + len(logits)])).tolist()
         if end > first:
             rows = (self._rows[first:end] - start).to(logits.device)
