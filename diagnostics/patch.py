@@ -141,7 +141,7 @@ class Function(Point):
         super().__init__(module, name)
         self._parameters, self._only = parameters, only
         self._function: types.FunctionType | None = None
-        self._original_code: types.CodeType | None = None
+        self._copy: types.FunctionType | None = None  # has the original code, and gets the code that isolation gives functions
         self._code: types.CodeType | None = None
 
     def _install(self) -> None:
@@ -156,14 +156,15 @@ class Function(Point):
         code, closure = function.__code__, function.__closure__
         original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
         original.__kwdefaults__ = function.__kwdefaults__
-        self._original, self._function, self._original_code = original, function, function.__code__
+        self._original = self._copy = original
+        self._function = function
         self._code = self._observing()
         function.__code__ = self._code
 
     def _observing(self) -> types.CodeType:
         """The code that torch's function gets."""
-        assert self._original_code is not None
-        code = self._original_code
+        assert self._copy is not None
+        code = self._copy.__code__
         return _observing(code, code.co_freevars, begin=self.begin, original=self._original)
 
     def _in_place(self) -> bool:
@@ -171,8 +172,8 @@ class Function(Point):
 
     def _remove(self) -> None:
         assert self._function is not None
-        assert self._original_code is not None
-        self._function.__code__ = self._original_code
+        assert self._copy is not None
+        self._function.__code__ = self._copy.__code__
 
 
 class Check(Function):
@@ -207,12 +208,14 @@ class Check(Function):
         """Hear of calls from now on, or not; takes no lock, and is not for two threads at a time."""
         if self._installed and self._in_place():
             assert self._function is not None
-            code = self._code if on or self._every else self._original_code
-            assert code is not None
-            self._function.__code__ = code
+            assert self._copy is not None
+            assert self._code is not None
+            self._function.__code__ = self._code if on or self._every else self._copy.__code__
 
     def _in_place(self) -> bool:
-        return self._function is not None and self._function.__code__ in (self._code, self._original_code)
+        if self._function is None or self._copy is None:
+            return False
+        return self._function.__code__ is self._code or self._function.__code__ is self._copy.__code__
 
     def _observed(self) -> Any:
         assert self._original is not None
@@ -222,12 +225,12 @@ class Check(Function):
         _end(self.begin((), {}), answer, None)
 
     def _observing(self) -> types.CodeType:
-        assert self._original_code is not None
+        assert self._copy is not None
         sample = itertools.cycle([False] * (CALLS_BETWEEN_SAMPLES - 1) + [True]).__next__
         return _code(
             _CHECKING,
-            self._original_code,
-            cells=self._original_code.co_freevars,
+            self._copy.__code__,
+            cells=self._copy.__code__.co_freevars,
             original=self._original,
             every=self._every,
             observed=self._observed,

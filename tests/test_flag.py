@@ -12,8 +12,9 @@ import torch.fx
 from torch import nn
 from torch.fx import _symbolic_trace as symbolic_trace
 
+import dflash.fx
 from dflash.fx import seams
-from diagnostics.patch import CALLS_BETWEEN_SAMPLES
+from diagnostics.patch import CALLS_BETWEEN_SAMPLES, FLAG_CHECK
 from diagnostics.probes.flag import FlagProbe
 from diagnostics.records import Log
 
@@ -97,3 +98,18 @@ def test_a_trace_that_ends_after_the_probe_came_off_changes_nothing() -> None:
         trace(stack.close)
         assert not listens()
     assert not listens()
+
+
+@pytest.mark.parametrize("traced_before", [True, False])
+@pytest.mark.parametrize("traced_inside", [True, False])
+def test_isolation_comes_and_goes_while_it_listens_or_not(log: Log, *, traced_before: bool, traced_inside: bool) -> None:
+    if traced_before:
+        trace()
+    assert listens() is not traced_before
+    with dflash.fx.isolated():
+        isolated = FLAG_CHECK._copy.__code__  # type: ignore[union-attr]  # attached
+        if traced_inside:
+            trace()
+            assert CHECK.__code__ is isolated
+    assert listens() is not (traced_before or traced_inside)
+    assert log.observations() == ()
