@@ -169,6 +169,26 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AcceptanceConfig:
+    """Acceptance while training (`dflash.live_acceptance`): estimated from training blocks, and by really decoding."""
+
+    estimate_every_steps: int = 50  # 0: never
+    estimate_blocks: int = 64  # of each micro-batch of such a step
+    budgets: tuple[int, ...] = (16, 64)  # nodes of the draft trees that are estimated beside the chain
+    decode_every_steps: int = 0  # 0: never; needs held-out prompts and room for the whole target on the leading drafter's device
+    decode_prompts: int = 4
+    decode_tokens: int = 64  # of each prompt
+
+    def __post_init__(self) -> None:
+        for name in ("estimate_every_steps", "decode_every_steps"):
+            _require(getattr(self, name) >= 0, f"acceptance.{name.replace('_', '-')} is negative: use 0 for never")
+        for name in ("estimate_blocks", "decode_prompts", "decode_tokens"):
+            _require(getattr(self, name) >= 1, f"acceptance.{name.replace('_', '-')} is {getattr(self, name)}: use at least 1")
+        for budget in self.budgets:
+            check_budget(budget)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
     """Timing of steady running (`dflash.measuring`). Such a run saves no checkpoint and ends after its segments."""
 
@@ -231,6 +251,7 @@ class RunConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
 
     def __post_init__(self) -> None:

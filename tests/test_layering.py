@@ -31,7 +31,9 @@ LAYERS = (
     {"compile_policy", "engine", "checkpoint"},
     {"worker", "telemetry", "measuring", "device_time"},
     {"assembly"},
-    {"trainer", "decoding"},
+    {"decoding"},
+    {"live_acceptance"},
+    {"trainer"},
     {"__main__"},
 )
 PURE = (  # imports no torch: usable in a report or a CI job without it

@@ -108,6 +108,10 @@ class DraftCounts:
     def __add__(self, other: Self) -> Self:
         return type(self)(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
 
+    def to(self, device: torch.device | str) -> Self:
+        """The same counts on `device`."""
+        return type(self)(*(part.to(device) for part in vars(self).values()))
+
     def chain_tau(self) -> float | None:
         """Teacher-forced acceptance length of chains, bonus included; None without a supervised block."""
         return _tau(self.chain_tried, self.chain_accepted)
