@@ -95,7 +95,13 @@ def export_command(arguments: list[str]) -> dict[str, Any]:
     directory = checkpoint.resolve(config.run, config.checkpoint)
     state = checkpoint.load(directory)
     shape = checkpoint.shape_of(state)
-    write_export(config.out, state.weights, shape, state.config.target.path)
+    record = {
+        "run": str(config.run.absolute()),
+        "step": state.step,
+        "target": dataclasses.asdict(state.config.target),
+        "data": str(state.config.data.path),
+    }
+    write_export(config.out, state.weights, shape, state.config.target.path, record)
     return {"checkpoint": str(directory), "step": state.step, "export": str(config.out)}
 
 

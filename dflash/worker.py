@@ -120,7 +120,11 @@ class DrafterModelWorker:
         """Loss sums of states on this worker's device."""
         return self._loss_through(states, self._forward)
 
-    def _loss_through(self, states: TargetStates, forward: Callable[..., Tensor]) -> LossSums:
+    def block_states(self, states: TargetStates, forward: Callable[..., Tensor] | None = None) -> Tensor:
+        """Hidden states [R, N*B, H] of all blocks, ready for the head: what the loss is computed from.
+
+        `forward` stands in for the (compiled) drafter's.
+        """
         batch, block_size = states.batch, self.shape.block_size
         ids, block_positions = block_inputs(batch, self.shape.mask_token_id, block_size)
         layout = BlockLayout(
@@ -130,8 +134,14 @@ class DrafterModelWorker:
         with torch.no_grad():
             embeds = self.ends.embed(ids)
         with self._autocast():
-            hidden = forward(embeds, block_positions, states.features, batch.positions, mask)
-        return draft_loss(hidden, self.ends, batch, self._config.loss, block_size=block_size, final_hidden=states.final_hidden)
+            hidden: Tensor = (forward or self._forward)(embeds, block_positions, states.features, batch.positions, mask)
+        return hidden
+
+    def _loss_through(self, states: TargetStates, forward: Callable[..., Tensor]) -> LossSums:
+        hidden = self.block_states(states, forward)
+        return draft_loss(
+            hidden, self.ends, states.batch, self._config.loss, self.shape.block_size, final_hidden=states.final_hidden
+        )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.device.type == "cuda":
