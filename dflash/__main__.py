@@ -1,7 +1,8 @@
-"""`python -m dflash prepare | train | evaluate | export`: parse, run, print one JSON line, exit code.
+"""`python -m dflash prepare | train | evaluate | export | check | import`: parse, run, print one JSON line, exit code.
 
 Progress and errors go to stderr; the last line of stdout is the result as one JSON object. Exit codes: 0 fine, 1 the run
-failed or found an FX error or lost tokens in float32, 2 bad usage or input, 3 asked to measure and could not, 130 interrupted.
+failed, found an FX error or lost tokens in float32, or a check failed, 2 bad usage or input, 3 asked to measure or check
+and could not, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tyro
 from safetensors import SafetensorError
 
 from dflash import checkpoint, events, presets
+from dflash.checking.settings import CheckConfig
 from dflash.checkpoint import CheckpointError
 from dflash.config import ConfigError, EvaluateConfig, PrepareConfig, RunConfig
 from dflash.data.examples import DataError
@@ -28,7 +30,9 @@ USAGE = """usage: python -m dflash COMMAND ...
   prepare   prompts to conversations answered by the target: --prompts FILE --output DIR --target.path TARGET
   train     train a drafter: --preset {presets} --output DIR [--topology 1t+2d] [any field, see train --help]
   evaluate  speculative decoding of held-out prompts: evaluate RUN [--checkpoint best]
-  export    write a run's drafter in z-lab's DFlash format: export RUN OUT [--checkpoint best]"""
+  export    write a run's drafter in z-lab's DFlash format: export RUN OUT [--checkpoint best]
+  check     is a drafter what a server will take it for: check RUN|CHECKPOINT|EXPORT [--target T]
+  import    a drafter of another program in z-lab's DFlash format: import SOURCE OUT --target T"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,11 +109,19 @@ def export_command(arguments: list[str]) -> dict[str, Any]:
     return {"checkpoint": str(directory), "step": state.step, "export": str(config.out)}
 
 
+def check_command(arguments: list[str]) -> dict[str, Any]:
+    """`check`."""
+    from dflash.checking.runner import check  # noqa: PLC0415 - see train_command
+
+    return check(tyro.cli(CheckConfig, prog="python -m dflash check", args=arguments))
+
+
 COMMANDS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "prepare": prepare_command,
     "train": train_command,
     "evaluate": evaluate_command,
     "export": export_command,
+    "check": check_command,
 }
 
 
@@ -127,9 +139,9 @@ def _preset_of(arguments: list[str]) -> RunConfig:
 def _exit_code(result: dict[str, Any]) -> int:
     # In bfloat16 a block rounds differently from one token at a time, so only float32 promises equal tokens.
     lost = result.get("lossless") is False and result.get("dtype") == "float32"
-    if lost or any(result.get(key) for key in ("fx_errors", "recompiles_after_warmup", "fallbacks")):
+    if lost or any(result.get(key) for key in ("fx_errors", "recompiles_after_warmup", "fallbacks", "failed")):
         return 1
-    return 3 if result.get("measure", {}).get("incomplete") else 0
+    return 3 if result.get("measure", {}).get("incomplete") or result.get("required_missing") else 0
 
 
 if __name__ == "__main__":
