@@ -13,20 +13,18 @@ Legend: R rows (1), S tokens of the row, B block size, K features, H hidden size
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from dflash.batch import Example, LossSums, PackedBatch, TargetStates
+from dflash.batch import LossSums, PackedBatch
+from dflash.checking.bench import Bench, packed_stream
 from dflash.checking.settings import Check, judged, unobserved
 from dflash.checking.subject import Subject
-from dflash.config import DataConfig
 from dflash.data.anchors import eligible_anchors
 from dflash.data.packing import PackedStream
 from dflash.modeling import masks
-from dflash.worker import DrafterModelWorker
 
 TARGET_TOLERANCE = 0.02  # median relative change of a token's features; rounding in bf16 stays below
 
@@ -38,116 +36,28 @@ def probe(subject: Subject) -> Iterator[Check]:
         return
     with torch.no_grad():
         assert subject.shape is not None
-        stream = _stream(subject.shape.block_size, subject.shape.vocab_size)
+        stream = packed_stream(subject.shape.block_size, subject.shape.vocab_size)
         yield from _anchor_checks(stream)
-        bench = _Bench(subject, stream)
+        bench = Bench(subject, stream)
         yield _context(bench)
-        yield _elsewhere(bench, "blocks", "other blocks of the row", bench.without_other_blocks)
-        yield _elsewhere(bench, "documents", "other documents and padding", bench.with_other_documents)
+        yield _blocks(bench)
+        yield _documents(bench)
         yield _labels_in_document(bench)
         yield _label_places(bench)
         yield _target_documents(subject, bench)
 
 
-def _stream(block_size: int, vocabulary: int) -> PackedStream:
-    """A stream whose batches hold one row: a document of 3 B tokens, one of 2 B + 3, and padding."""
-    generator = np.random.default_rng(0)
-    examples = [
-        Example(
-            sample_id=f"document-{length}",
-            ids=generator.integers(0, vocabulary, length).astype(np.int32),
-            loss_mask=np.arange(length) >= 2,
-        )
-        for length in (3 * block_size, 2 * block_size + 3)
-    ]
-    config = DataConfig(sequence_length=6 * block_size + 3, rows_per_batch=1, num_anchors=4 * block_size)
-    return PackedStream(examples, config, seed=0, pad_token_id=0)
-
-
-class _Bench:
-    """A batch with chosen anchors, its features, and the trainer's answers to changes of both."""
-
-    def __init__(self, subject: Subject, stream: PackedStream) -> None:
-        assert subject.shape is not None
-        self.block_size = subject.shape.block_size
-        self.vocabulary = subject.shape.vocab_size
-        self.worker: DrafterModelWorker = subject.worker
-        batch = stream.batch(0)
-        document = batch.document_ids[0]
-        self.bounds = [_bounds(document, number) for number in range(int(document.max()) + 1)]
-        # In each document: a block with half a document of context, and one that reaches over the document's end.
-        chosen = [place for start, end in self.bounds for place in ((start + end - self.block_size) // 2, end - 2)]
-        anchors = torch.tensor([[*chosen, 0]])
-        self.batch = dataclasses.replace(batch, anchors=anchors, anchor_valid=torch.arange(len(chosen) + 1)[None] < len(chosen))
-        self.slots = range(len(chosen))
-        width = subject.shape.num_features * subject.shape.hidden_size
-        self.features = torch.randn(1, document.shape[0], width, generator=torch.Generator().manual_seed(1))
-        self.before = self.logits(self.batch, self.features)
-
-    def anchor(self, slot: int) -> int:
-        """Place of the slot's anchor in the row."""
-        return int(self.batch.anchors[0, slot])
-
-    def document(self, slot: int) -> tuple[int, int]:
-        """First and one past the last place of the slot's document."""
-        return next((start, end) for start, end in self.bounds if start <= self.anchor(slot) < end)
-
-    def states(self, batch: PackedBatch, features: Tensor) -> TargetStates:
-        """On the worker's device."""
-        return TargetStates(batch=batch, features=features).to(self.worker.device)
-
-    def logits(self, batch: PackedBatch, features: Tensor) -> Tensor:
-        """[slots, B-1, V] of the row, through the trainer's path."""
-        hidden = self.worker.block_states(self.states(batch, features))
-        return self.worker.ends.logits(hidden).view(-1, self.block_size, self.vocabulary)[:, 1:]
-
-    def loss(self, batch: PackedBatch, features: Tensor) -> LossSums:
-        """The trainer's loss sums."""
-        return self.worker.loss(self.states(batch, features))
-
-    def changed(self, places: Tensor) -> tuple[PackedBatch, Tensor]:
-        """Batch and features with other tokens and other features at the places (bool [S])."""
-        return self.with_tokens(places), torch.where(places[None, :, None], -2 * self.features.roll(1, -1), self.features)
-
-    def with_tokens(self, places: Tensor) -> PackedBatch:
-        """The batch with other tokens at the places (bool [S])."""
-        other = (self.batch.input_ids + 1) % self.vocabulary
-        return dataclasses.replace(self.batch, input_ids=torch.where(places[None], other, self.batch.input_ids))
-
-    def only(self, slot: int, batch: PackedBatch) -> PackedBatch:
-        """The batch with one valid slot."""
-        return dataclasses.replace(batch, anchor_valid=torch.arange(batch.anchors.shape[1])[None] == slot)
-
-    def without_other_blocks(self, slot: int) -> tuple[PackedBatch, Tensor]:
-        """All other slots hang somewhere else, half of them unused."""
-        own = torch.arange(self.batch.anchors.shape[1])[None] == slot
-        moved = torch.where(own, self.batch.anchors, (self.batch.anchors + 1) % self.batch.input_ids.shape[1])
-        valid = own | (torch.arange(own.shape[1])[None] % 2 == 0)
-        return dataclasses.replace(self.batch, anchors=moved, anchor_valid=valid), self.features
-
-    def with_other_documents(self, slot: int) -> tuple[PackedBatch, Tensor]:
-        """Everything outside the slot's document is different."""
-        start, end = self.document(slot)
-        place = torch.arange(self.batch.input_ids.shape[1])
-        return self.changed((place < start) | (place >= end))
-
-
-def _bounds(document_ids: Tensor, number: int) -> tuple[int, int]:
-    (places,) = torch.nonzero(document_ids == number, as_tuple=True)
-    return int(places[0]), int(places[-1]) + 1
-
-
-def _context(bench: _Bench) -> Check:
+def _context(bench: Bench) -> Check:
     place = torch.arange(bench.batch.input_ids.shape[1])
     leaks, blind = [], []
     for slot in bench.slots:
         anchor, (_, end) = bench.anchor(slot), bench.document(slot)
         _, features = bench.changed((place >= anchor) & (place < end))
         batch = bench.with_tokens((place > anchor) & (place < end))
-        if not torch.equal(bench.logits(batch, features)[slot], bench.before[slot]):
+        if not torch.equal(bench.block(slot, batch, features), bench.before[slot]):
             leaks.append(anchor)
         _, features = bench.changed(place == anchor - 1)
-        if torch.equal(bench.logits(bench.batch, features)[slot], bench.before[slot]):
+        if torch.equal(bench.block(slot, bench.batch, features), bench.before[slot]):
             blind.append(anchor)
     found = f"features and tokens at and after the anchor reach the block at {leaks}" if leaks else ""
     if blind:
@@ -157,18 +67,34 @@ def _context(bench: _Bench) -> Check:
     return judged("leak.context", not found, found or good, fix)
 
 
-def _elsewhere(bench: _Bench, name: str, what: str, change: Callable[[int], tuple[PackedBatch, Tensor]]) -> Check:
-    leaks = [bench.anchor(slot) for slot in bench.slots if not torch.equal(bench.logits(*change(slot))[slot], bench.before[slot])]
+def _blocks(bench: Bench) -> Check:
+    together = bench.logits(bench.batch, bench.features)
+    leaks = [
+        bench.anchor(slot)
+        for slot in bench.slots
+        if not torch.equal(bench.logits(bench.moved(slot), bench.features)[slot], together[slot])
+    ]
+    return _none_reaches("blocks", "other blocks of the row", bench, leaks)
+
+
+def _documents(bench: Bench) -> Check:
+    leaks = [
+        bench.anchor(slot)
+        for slot in bench.slots
+        if not torch.equal(bench.block(slot, *bench.changed(bench.outside(slot))), bench.before[slot])
+    ]
+    return _none_reaches("documents", "other documents and padding", bench, leaks)
+
+
+def _none_reaches(name: str, what: str, bench: Bench, leaks: list[int]) -> Check:
     found = f"{what} reach the block at {leaks}" if leaks else f"{len(bench.slots)} blocks: bit-identical when {what} change"
     return judged(f"leak.{name}", not leaks, found, f"keep {what} out of a block's mask, then train again")
 
 
-def _labels_in_document(bench: _Bench) -> Check:
+def _labels_in_document(bench: Bench) -> Check:
     foreign = []
     for slot in bench.slots:
-        start, end = bench.document(slot)
-        place = torch.arange(bench.batch.input_ids.shape[1])
-        other = bench.only(slot, bench.with_tokens((place < start) | (place >= end)))
+        other = bench.only(slot, bench.with_tokens(bench.outside(slot)))
         if not _same(bench.loss(other, bench.features), bench.loss(bench.only(slot, bench.batch), bench.features)):
             foreign.append(bench.anchor(slot))
     found = f"the loss of the block at {foreign} depends on tokens of other documents" if foreign else ""
@@ -177,7 +103,7 @@ def _labels_in_document(bench: _Bench) -> Check:
     return judged("leak.labels-in-document", not foreign, found or good, fix)
 
 
-def _label_places(bench: _Bench) -> Check:
+def _label_places(bench: Bench) -> Check:
     """Which tokens the loss of a whole block depends on, as offsets from its anchor."""
     slot = next(slot for slot in bench.slots if bench.anchor(slot) + bench.block_size + 1 < bench.document(slot)[1])
     alone = bench.only(slot, bench.batch)
@@ -236,7 +162,7 @@ def _tile_overhang(batch: PackedBatch) -> Check:
     return judged("leak.clamp", not seen, found, "make queries beyond the last slot see nothing")
 
 
-def _target_documents(subject: Subject, bench: _Bench) -> Check:
+def _target_documents(subject: Subject, bench: Bench) -> Check:
     name = "leak.target-documents"
     if not subject.packs:
         return unobserved(name, "the target cannot separate packed documents: the trainer refuses such rows")

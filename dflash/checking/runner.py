@@ -1,7 +1,7 @@
 """Runs the probes over one checkpoint, shows a line for each check on stderr, and returns the JSON-ready result.
 
 Exit codes (`dflash.__main__`): 1 when a check failed; else 3 when what was required was not observed: with --probes anything
-of these probes, without it contract, leak or parity as a whole; else 0. Checks that were not observed are listed either way.
+of these probes, without it `settings.ALWAYS_REQUIRED`; else 0. Checks that were not observed are listed either way.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def _on_texts(subject: Subject, source: list[str]) -> Iterator[Check]:
 def _required_missing(config: CheckConfig, checks: list[Check]) -> list[str]:
     if config.probes:
         return [found.name for found in checks if found.status == NOT_OBSERVED]
-    observed = {found.probe for found in checks if found.status != NOT_OBSERVED}
-    return [probe for probe in ALWAYS_REQUIRED if probe not in observed]
+    observed = {found.name for found in checks if found.status != NOT_OBSERVED}
+    return [name for name in ALWAYS_REQUIRED if name not in observed]
 
 
 def _show(console: Console, found: Check) -> None:
     style = {FAIL: "bold red", NOT_OBSERVED: "yellow"}.get(found.status, "green")
     line = f"{found.name}: {found.found}" + (f". Fix: {found.fix}" if found.fix else "")
-    console.print(f"{found.status:<12}", style=style, end="", markup=False)
+    console.print(f"{found.status:<13}", style=style, end="", markup=False)
     console.print(line, markup=False)

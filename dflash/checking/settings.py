@@ -12,8 +12,8 @@ from dflash.config import ConfigError
 
 Probe = Literal["contract", "leak", "alignment", "parity", "template"]
 PROBES: tuple[Probe, ...] = ("contract", "leak", "alignment", "parity", "template")
-# These need a checkpoint and its target and nothing else: without --probes each must have observed something.
-ALWAYS_REQUIRED: tuple[Probe, ...] = ("contract", "leak", "parity")
+# What a checkpoint and its target suffice for: without --probes these must have been observed.
+ALWAYS_REQUIRED = ("contract.names", "leak.context", "parity.logits")
 
 PASS, FAIL, NOT_OBSERVED = "pass", "fail", "not observed"
 
