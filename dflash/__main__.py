@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from safetensors import SafetensorError
@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from dflash import checkpoint, events, presets
 from dflash.checking.settings import CheckConfig
 from dflash.checkpoint import CheckpointError
-from dflash.config import ConfigError, EvaluateConfig, PrepareConfig, RunConfig
+from dflash.config import ConfigError, EvaluateConfig, PrepareConfig, RunConfig, TargetConfig
 from dflash.data.examples import DataError
 from dflash.engine.queue import WorkerFailed
 from dflash.modeling.contract import ContractError, write_export
@@ -42,6 +42,17 @@ class ExportConfig:
     run: tyro.conf.Positional[Path]  # directory of a training run
     out: tyro.conf.Positional[Path]  # new directory
     checkpoint: str = "best"  # "best", "last", or a name such as step-000500
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportConfig:
+    """`python -m dflash import SOURCE OUT --target T`: a drafter of another program in z-lab's DFlash format."""
+
+    source: tyro.conf.Positional[Path]  # local directory with config.json and safetensors: z-lab, SpecForge or speculators
+    out: tyro.conf.Positional[Path]  # new directory
+    target: str  # path of the target, as --target.path of train
+    gguf_file: str | None = None  # file in it
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the target, for later checks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,12 +127,22 @@ def check_command(arguments: list[str]) -> dict[str, Any]:
     return check(tyro.cli(CheckConfig, prog="python -m dflash check", args=arguments))
 
 
+def import_command(arguments: list[str]) -> dict[str, Any]:
+    """`import`."""
+    from dflash.interchange.convert import convert  # noqa: PLC0415 - see train_command
+
+    config = tyro.cli(ImportConfig, prog="python -m dflash import", args=arguments)
+    target = TargetConfig(path=config.target, gguf_file=config.gguf_file, dtype=config.dtype)
+    return convert(config.source, config.out, target)
+
+
 COMMANDS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "prepare": prepare_command,
     "train": train_command,
     "evaluate": evaluate_command,
     "export": export_command,
     "check": check_command,
+    "import": import_command,
 }
 
 

@@ -32,7 +32,7 @@ LAYERS = (
     {"worker", "telemetry", "measuring", "device_time"},
     {"assembly"},
     {"trainer", "decoding"},
-    {"checking"},  # runs both: what training computes, and what decoding does
+    {"checking", "interchange"},  # checking runs both: what training computes, and what decoding does
     {"__main__"},
 )
 PURE = (  # imports no torch: usable in a report or a CI job without it
