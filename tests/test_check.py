@@ -17,8 +17,8 @@ from dflash.checking import runner, subject
 from dflash.checking.settings import ALWAYS_REQUIRED, Check
 from dflash.config import DrafterConfig, TargetConfig
 from dflash.modeling.contract import write_export
-from dflash.modeling.drafter import Drafter, DrafterShape
-from dflash.modeling.target import text_config
+from dflash.modeling.drafter import Drafter
+from dflash.modeling.target import drafter_shape
 
 UNTRAINED = {"alignment.label-offset", "alignment.feature-layer", "alignment.rope"}
 TEMPLATE = {"template.prefix", "template.same", "template.render", "template.thinking", "template.supervision"}
@@ -43,7 +43,7 @@ def random_export(path: Path, family: str, block: int, seed: int, *, record: boo
     """An untrained drafter of a random target."""
     target = TargetConfig(path=f"random:{family}", dtype="float32", mask_token_id=5)
     model, _ = cached_load(target, device=torch.device("cpu"))
-    shape = DrafterShape.from_target(text_config(model), DrafterConfig(block_size=block, num_layers=2, num_features=3), 5)
+    shape = drafter_shape(model, DrafterConfig(block_size=block, num_layers=2, num_features=3), 5)
     weights = Drafter(shape, generator=torch.Generator().manual_seed(seed)).state_dict()
     known = {"target": dataclasses.asdict(target), "data": "synthetic:4", "step": 0}
     write_export(path, weights, shape, target.path, known if record else None)
@@ -82,6 +82,17 @@ def test_untrained_drafters_of_any_target_raise_no_false_alarm(
     found = verdicts(random_export(tmp_path / "export", family, block, seed), dtype=dtype, max_tokens=16)
     assert status_of(found, "fail") == set()
     assert status_of(found, "not observed") == UNTRAINED | TEMPLATE | {"contract.tokenizer"}
+
+
+@pytest.mark.parametrize("lost", ["input_embedding_scale", "final_logit_softcapping"])
+def test_an_export_that_hides_what_gemma_does_at_its_ends_fails(tmp_path: Path, lost: str) -> None:
+    export = random_export(tmp_path / "export", "gemma3", 4, 0, record=False)
+    values = json.loads((export / "config.json").read_text())
+    assert values["dflash_config"].pop(lost) == {"input_embedding_scale": 8.0, "final_logit_softcapping": 30.0}[lost]
+    (export / "config.json").write_text(json.dumps(values))
+    found = verdicts(export, target="random:gemma3", probes=("contract",))
+    assert status_of(found, "fail") == {"contract.ends"}
+    assert lost in found["contract.ends"][1]
 
 
 def test_without_data_the_target_writes_the_text(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

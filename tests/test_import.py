@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[str, Callable[[Values, Weights], None], str]] = {
     "no theta": ("z-lab", drop("rope_theta"), "no rope_theta"),
     "no mask token": ("z-lab", lambda values, _: values["dflash_config"].pop("mask_token_id"), "no mask_token_id"),
     "two block sizes": ("z-lab", inner(block_size=9), "block_size is 4 at the top of config.json and 9"),
-    "softcap of its own": ("z-lab", top(final_logit_softcapping=30.0), "the head is the target's"),
+    "softcap of its own": ("z-lab", top(final_logit_softcapping=30.0), "trained with other embeddings or logits"),
     "unknown weight": ("z-lab", more(markov_head=torch.ones(2)), "markov_head is not part of a DFlash drafter"),
     "missing weight": ("z-lab", lambda _, weights: weights.pop("fc.weight"), "lack fc.weight"),
     "other frequencies": ("z-lab", more(rotary_emb__inv_freq=torch.ones(16)), "the declared rotary frequencies"),

@@ -16,7 +16,8 @@ from dflash.data import chat
 from dflash.data.meta import DataError
 from dflash.modeling import contract
 from dflash.modeling.rope import rope_of_target
-from dflash.modeling.target import text_config
+from dflash.modeling.shape import DrafterShape
+from dflash.modeling.target import embedding_scale, text_config
 
 _FIXES = {
     "names": "write z-lab's names: no prefix, fc, hidden_norm, norm, layers.N.*; servers drop unknown names in silence",
@@ -29,6 +30,7 @@ _FIXES = {
     "layer-types": "declare the mask that was trained: full_attention for every layer",
     "mask-token": "write the mask token id that was trained, an id that no text contains",
     "rope": "write the target's rope_theta and scaling, at the top and in rope_parameters, and no partial_rotary_factor",
+    "ends": "write input_embedding_scale and final_logit_softcapping of the target into dflash_config",
     "alignment": "convert the checkpoint with `python -m dflash import`, which refuses what it cannot convert",
 }
 # Where a difference between config.json and what was trained belongs.
@@ -40,7 +42,13 @@ _FIELDS = {
     "rope_scaling": "rope",
     "num_target_layers": "layers",
 }
-_INNER_FIELDS = {"mask_token_id": "mask-token", "target_layer_ids": "layers", "block_size": "block-size"}
+_INNER_FIELDS = {
+    "mask_token_id": "mask-token",
+    "target_layer_ids": "layers",
+    "block_size": "block-size",
+    "input_embedding_scale": "ends",
+    "final_logit_softcapping": "ends",
+}
 
 
 def probe(subject: Subject) -> Iterator[Check]:
@@ -75,6 +83,7 @@ def _summary(subject: Subject, topic: str) -> str:
         "layer-types": f"full_attention in {shape.num_layers} layers",
         "mask-token": str(shape.mask_token_id),
         "rope": ", ".join(f"{key} {value}" for key, value in shape.rope_parameters.items()),
+        "ends": f"embeddings times {shape.input_embedding_scale:g}, logits capped at {shape.final_logit_softcapping}",
         "alignment": subject.stored.alignment or f"not stated; z-lab's format means: {contract.ALIGNMENT}",
     }[topic]
 
@@ -103,6 +112,7 @@ def _against_target(subject: Subject) -> Iterator[contract.Problem]:
     if subject.model is None:
         return
     yield from (("rope", text) for text in _rope_differences(shape.rope_parameters, text_config(subject.model)))
+    yield from (("ends", text) for text in _ends_differences(shape, subject.model))
     use = _meaning_of(subject.tokenizer, shape.mask_token_id) if subject.tokenizer is not None else ""
     if use:
         yield "mask-token", use
@@ -119,6 +129,15 @@ def _rope_differences(own: dict[str, Any], text: Any) -> Iterator[str]:
         here, there = own.get(key, defaults.get(key)), targets.get(key, defaults.get(key))
         if here != there:
             yield f"{key} is {here}, the target has {there}"
+
+
+def _ends_differences(shape: DrafterShape, model: Any) -> Iterator[str]:
+    """Servers borrow the target's embedding and head as plain matrices, and learn the rest from config.json."""
+    scale, cap = embedding_scale(model), getattr(text_config(model), "final_logit_softcapping", None)
+    if abs(shape.input_embedding_scale - scale) > 0.01 * scale:  # targets in bf16 round it
+        yield f"input_embedding_scale is {shape.input_embedding_scale:g}, the target multiplies by {scale:g}"
+    if shape.final_logit_softcapping != cap:
+        yield f"final_logit_softcapping is {shape.final_logit_softcapping}, the target's {cap}"
 
 
 def _meaning_of(tokenizer: Any, token: int) -> str:

@@ -24,7 +24,7 @@ from dflash.decoding.evaluate import check_fit
 from dflash.interchange.layouts import read_config
 from dflash.modeling import contract
 from dflash.modeling.drafter import Drafter, DrafterShape
-from dflash.modeling.target import load_target, text_config
+from dflash.modeling.target import embedding_scale, load_target, text_config
 
 _PREFIXES = ("model.", "module.", "draft_model.", "dflash_module.")
 _TARGETS_OWN = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "verifier_lm_head.weight": "head"}
@@ -43,12 +43,24 @@ def convert(source: Path, out: Path, target: TargetConfig) -> dict[str, Any]:
     read = read_config(values, text)
     shape = DrafterShape.from_zlab_config(read.values)
     check_fit(shape, text, str(source), target.path)
+    _same_ends(shape, model)
     own, left_out = _own_weights(weights, shape, model)
     rounded = sorted({str(weight.dtype).removeprefix("torch.") for weight in own.values()} - {"bfloat16"})
     notes = [*read.rewritten, *([f"weights in {', '.join(rounded)}: rounded to bf16"] if rounded else [])]
     record = {"source": str(source.absolute()), "layout": read.layout, "target": dataclasses.asdict(target)}
     contract.write_export(out, own, shape, target.path, record)
     return {"source": str(source), "layout": read.layout, "export": str(out), "rewritten": notes, "left_out": left_out}
+
+
+def _same_ends(shape: DrafterShape, model: Any) -> None:
+    """Raise ConfigError where the drafter was trained between another embedding and head than the target's."""
+    own = (shape.input_embedding_scale, shape.final_logit_softcapping)
+    targets = (embedding_scale(model), getattr(text_config(model), "final_logit_softcapping", None))
+    if abs(own[0] - targets[0]) > _CLOSE * targets[0] or own[1] != targets[1]:
+        raise ConfigError(
+            f"input_embedding_scale and final_logit_softcapping are {own}, the target's {targets}: the drafter was trained "
+            f"with other embeddings or logits; if it was trained with the target's, write them into dflash_config"
+        )
 
 
 def _config(source: Path) -> dict[str, Any]:

@@ -102,9 +102,10 @@ def _zlab(values: dict[str, Any], target: Any) -> Read:
     inner = dict(values.get("dflash_config") or {})
     if "DFlash2DraftModel" in (values.get("architectures") or ()) or "selector_rank" in {**values, **inner}:
         raise ConfigError("it is a DFlash 2 drafter, which has convolutions and a selector: this program reads DFlash only")
-    _refuse_other_arithmetic(values, inner, target)
+    _refuse_other_arithmetic(values, inner)
     notes: list[str] = []
     given = {key: inner.get(key, values.get(key)) for key in ("block_size", "mask_token_id", "target_layer_ids")}
+    ends = {key: inner[key] for key in ("input_embedding_scale", "final_logit_softcapping") if inner.get(key) is not None}
     if given["target_layer_ids"] is None:
         layers = (int(values.get("num_target_layers", target.num_hidden_layers)), int(values["num_hidden_layers"]))
         given["target_layer_ids"] = list(target_layer_ids(*layers))
@@ -121,7 +122,7 @@ def _zlab(values: dict[str, Any], target: Any) -> Read:
             notes.append(f"{key} stands in one place only: written to both")
     depth = inner.get("num_target_layers", values.get("num_target_layers", target.num_hidden_layers))
     size = {"block_size": given["block_size"], "num_target_layers": depth}
-    result = {**values, **size, "dflash_config": {**given, **size}}
+    result = {**values, **size, "dflash_config": {**given, **size, **ends}}
     result.setdefault("head_dim", values.get("hidden_size", 0) // max(1, values.get("num_attention_heads", 1)))
     if "rope_theta" not in {**values, **(values.get("rope_parameters") or {})}:
         raise ConfigError("config.json has no rope_theta: which frequencies were trained is unknown")
@@ -133,7 +134,7 @@ def _zlab(values: dict[str, Any], target: Any) -> Read:
     return Read("z-lab" if "auto_map" in values else "z-lab without auto_map (SpecForge)", result, tuple(notes))
 
 
-def _refuse_other_arithmetic(values: dict[str, Any], inner: dict[str, Any], target: Any) -> None:
+def _refuse_other_arithmetic(values: dict[str, Any], inner: dict[str, Any]) -> None:
     """Raise ConfigError on settings under which the weights compute something else."""
     for key, neutral in _NEUTRAL.items():
         found = inner.get(key, values.get(key, (values.get("rope_parameters") or {}).get(key, neutral)))
@@ -146,6 +147,3 @@ def _refuse_other_arithmetic(values: dict[str, Any], inner: dict[str, Any], targ
     kinds = values.get("layer_types") or []
     if set(kinds) - {"full_attention"}:
         raise ConfigError(f"layer_types is {kinds}: this program reads drafters whose layers are all full_attention")
-    softcap = inner.get("final_logit_softcapping", values.get("final_logit_softcapping"))
-    if softcap != getattr(target, "final_logit_softcapping", None) and softcap:
-        raise ConfigError(f"final_logit_softcapping is {softcap}, the target has another: the head is the target's")
