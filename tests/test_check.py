@@ -23,6 +23,8 @@ from dflash.modeling.target import drafter_shape
 UNTRAINED = {"alignment.label-offset", "alignment.feature-layer", "alignment.rope"}
 TEMPLATE = {"template.prefix", "template.same", "template.render", "template.thinking", "template.supervision"}
 
+pytestmark = pytest.mark.xdist_group("trained_run")  # one worker: its fixture of the session takes long
+
 
 @pytest.fixture(autouse=True)
 def one_load_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +72,7 @@ def test_an_export_finds_target_and_data_by_its_record(run: Path, export: Path) 
 @pytest.mark.parametrize(
     ("family", "block", "seed", "dtype"),
     [
-        ("qwen3", 16, 1, "bfloat16"),
-        ("llama", 8, 2, "float32"),
+        ("llama", 16, 2, "float32"),
         ("qwen3_moe", 8, 3, "bfloat16"),
         ("gemma3", 2, 4, "float32"),
     ],
@@ -120,9 +121,7 @@ def test_without_a_target_only_the_files_are_observed(tmp_path: Path, capsys: py
     result = result_of(capsys)
     assert result["required_missing"] == ["leak.context", "parity.logits"]
     assert {"contract.target", "contract.record", "leak.all", "alignment.all", "parity.all"} <= set(result["not_observed"])
-    assert (
-        command.main(["check", str(export), "--target", "random:qwen3", "--probes", "leak", "parity", "--max-tokens", "16"]) == 0
-    )
+    assert command.main(["check", str(export), "--target", "random:qwen3", "--probes", "leak"]) == 0
 
 
 def test_the_exit_code_is_1_where_a_check_failed_even_if_others_are_missing(
