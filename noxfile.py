@@ -95,5 +95,16 @@ def otava(session: nox.Session) -> None:
     _run(session, "-m", "regression.otava_agreement", "--otava", str(Path(session.bin) / "otava"), *session.posargs)
 
 
+@nox.session(requires=["environment"], default=False)
+def interop(session: nox.Session) -> None:
+    """Compare exports with what z-lab's code and speculators make of them, in an environment that holds their packages."""
+    if isinstance(session.virtualenv, PassthroughEnv):
+        session.error("z-lab's dflash needs an environment of its own: run without --no-venv")
+    session.install("dflash[local]==0.1.0", "speculators==0.9.0")
+    # Not used here, but transformers imports them if they are there, and they fail beside another build of torch.
+    session.run("python", "-m", "pip", "uninstall", "--yes", "--quiet", "torchvision", "torchaudio")
+    _run(session, "-m", "fixtures.interop", "--python", str(Path(session.bin) / "python"), *session.posargs)
+
+
 def _run(session: nox.Session, *command: str) -> None:
     session.run(_python, *command, external=True)

@@ -1,7 +1,8 @@
-"""`python -m dflash prepare | train | evaluate | export`: parse, run, print one JSON line, exit code.
+"""`python -m dflash prepare | train | evaluate | export | check | import`: parse, run, print one JSON line, exit code.
 
 Progress and errors go to stderr; the last line of stdout is the result as one JSON object. Exit codes: 0 fine, 1 the run
-failed or found an FX error or lost tokens in float32, 2 bad usage or input, 3 asked to measure and could not, 130 interrupted.
+failed, found an FX error or lost tokens in float32, or a check failed, 2 bad usage or input, 3 asked to measure or check
+and could not, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from safetensors import SafetensorError
 
 from dflash import checkpoint, events, presets
+from dflash.checking.settings import CheckConfig
 from dflash.checkpoint import CheckpointError
-from dflash.config import ConfigError, EvaluateConfig, PrepareConfig, RunConfig
+from dflash.config import ConfigError, EvaluateConfig, PrepareConfig, RunConfig, TargetConfig
 from dflash.data.examples import DataError
 from dflash.engine.queue import WorkerFailed
 from dflash.modeling.contract import ContractError, write_export
@@ -28,7 +30,9 @@ USAGE = """usage: python -m dflash COMMAND ...
   prepare   prompts to conversations answered by the target: --prompts FILE --output DIR --target.path TARGET
   train     train a drafter: --preset {presets} --output DIR [--topology 1t+2d] [any field, see train --help]
   evaluate  speculative decoding of held-out prompts: evaluate RUN [--checkpoint best]
-  export    write a run's drafter in z-lab's DFlash format: export RUN OUT [--checkpoint best]"""
+  export    write a run's drafter in z-lab's DFlash format: export RUN OUT [--checkpoint best]
+  check     is a drafter what a server will take it for: check RUN|CHECKPOINT|EXPORT [--target T]
+  import    a drafter of another program in z-lab's DFlash format: import SOURCE OUT --target T"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,17 @@ class ExportConfig:
     run: tyro.conf.Positional[Path]  # directory of a training run
     out: tyro.conf.Positional[Path]  # new directory
     checkpoint: str = "best"  # "best", "last", or a name such as step-000500
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportConfig:
+    """`python -m dflash import SOURCE OUT --target T`: a drafter of another program in z-lab's DFlash format."""
+
+    source: tyro.conf.Positional[Path]  # local directory with config.json and safetensors: z-lab, SpecForge or speculators
+    out: tyro.conf.Positional[Path]  # new directory
+    target: str  # path of the target, as --target.path of train
+    gguf_file: str | None = None  # file in it
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the target, for later checks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,8 +110,30 @@ def export_command(arguments: list[str]) -> dict[str, Any]:
     directory = checkpoint.resolve(config.run, config.checkpoint)
     state = checkpoint.load(directory)
     shape = checkpoint.shape_of(state)
-    write_export(config.out, state.weights, shape, state.config.target.path)
+    record = {
+        "run": str(config.run.absolute()),
+        "step": state.step,
+        "target": dataclasses.asdict(state.config.target),
+        "data": str(state.config.data.path),
+    }
+    write_export(config.out, state.weights, shape, state.config.target.path, record)
     return {"checkpoint": str(directory), "step": state.step, "export": str(config.out)}
+
+
+def check_command(arguments: list[str]) -> dict[str, Any]:
+    """`check`."""
+    from dflash.checking.runner import check  # noqa: PLC0415 - see train_command
+
+    return check(tyro.cli(CheckConfig, prog="python -m dflash check", args=arguments))
+
+
+def import_command(arguments: list[str]) -> dict[str, Any]:
+    """`import`."""
+    from dflash.interchange.convert import convert  # noqa: PLC0415 - see train_command
+
+    config = tyro.cli(ImportConfig, prog="python -m dflash import", args=arguments)
+    target = TargetConfig(path=config.target, gguf_file=config.gguf_file, dtype=config.dtype)
+    return convert(config.source, config.out, target)
 
 
 COMMANDS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
@@ -104,6 +141,8 @@ COMMANDS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "train": train_command,
     "evaluate": evaluate_command,
     "export": export_command,
+    "check": check_command,
+    "import": import_command,
 }
 
 
@@ -122,9 +161,9 @@ def _exit_code(result: dict[str, Any]) -> int:
     # In bfloat16 a block rounds differently from one token at a time, so only float32 promises equal tokens.
     parts = (result, *result.get("trees", ()))
     lost = any(part.get("lossless") is False for part in parts) and result.get("dtype") == "float32"
-    if lost or any(result.get(key) for key in ("fx_errors", "recompiles_after_warmup", "fallbacks")):
+    if lost or any(result.get(key) for key in ("fx_errors", "recompiles_after_warmup", "fallbacks", "failed")):
         return 1
-    return 3 if result.get("measure", {}).get("incomplete") else 0
+    return 3 if result.get("measure", {}).get("incomplete") or result.get("required_missing") else 0
 
 
 if __name__ == "__main__":

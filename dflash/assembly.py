@@ -17,10 +17,10 @@ from dflash.data.examples import DataError, check_matches, load_examples, load_m
 from dflash.data.packing import PackedStream
 from dflash.data.synthetic import is_synthetic, synthetic_examples
 from dflash.engine.devices import Placement
-from dflash.modeling.drafter import DrafterShape
 from dflash.modeling.target import (
     FrozenEnds,
     TargetRunner,
+    drafter_shape,
     load_target,
     resolve_mask_token_id,
     supports_packing,
@@ -61,7 +61,7 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy) -> Par
     model, tokenizer = models[0]
     settings = text_config(model)
     mask_token_id = resolve_mask_token_id(config.target, tokenizer, settings.vocab_size)
-    shape = DrafterShape.from_target(settings, config.drafter, mask_token_id)
+    shape = drafter_shape(model, config.drafter, mask_token_id)
     if config.data.packing == "documents" and not supports_packing(model):
         raise ConfigError(f"target {config.target.path} cannot separate packed documents: use --data.packing none")
     stream, heldout = _streams(config, settings, mask_token_id)

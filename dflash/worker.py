@@ -141,9 +141,11 @@ class DrafterModelWorker:
         acceptance = self._config.acceptance
         return DraftCollector(budget=max(acceptance.budgets, default=1), blocks=acceptance.estimate_blocks)
 
-    def _loss_through(
-        self, states: TargetStates, forward: Callable[..., Tensor], collector: DraftCollector | None = None
-    ) -> LossSums:
+    def block_states(self, states: TargetStates, forward: Callable[..., Tensor] | None = None) -> Tensor:
+        """Hidden states [R, N*B, H] of all blocks, ready for the head: what the loss is computed from.
+
+        `forward` stands in for the (compiled) drafter's.
+        """
         batch, block_size = states.batch, self.shape.block_size
         ids, block_positions = block_inputs(batch, self.shape.mask_token_id, block_size)
         layout = BlockLayout(
@@ -153,13 +155,18 @@ class DrafterModelWorker:
         with torch.no_grad():
             embeds = self.ends.embed(ids)
         with self._autocast():
-            hidden = forward(embeds, block_positions, states.features, batch.positions, mask)
+            hidden: Tensor = (forward or self._forward)(embeds, block_positions, states.features, batch.positions, mask)
+        return hidden
+
+    def _loss_through(
+        self, states: TargetStates, forward: Callable[..., Tensor], collector: DraftCollector | None = None
+    ) -> LossSums:
         return draft_loss(
-            hidden,
+            self.block_states(states, forward),
             self.ends,
-            batch,
+            states.batch,
             self._config.loss,
-            block_size=block_size,
+            block_size=self.shape.block_size,
             final_hidden=states.final_hidden,
             collector=collector,
         )

@@ -32,3 +32,11 @@ def configure(tmp_path: Path, target: Path) -> Any:
     from helpers_data import prepare_config  # noqa: PLC0415 - see the module's docstring
 
     return functools.partial(prepare_config, tmp_path, target)
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run over-fitted on a few answers of the tiny target, its data and its export beside it; nobody changes them."""
+    from helpers_checking import trained  # noqa: PLC0415 - most tests need no trainer
+
+    return trained(tmp_path_factory.mktemp("trained"))

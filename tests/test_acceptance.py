@@ -85,6 +85,7 @@ def test_tau_block_is_the_mean_over_blocks_of_one_plus_the_accepted_drafts_when_
     requests = [[whole(int(accepted)) for accepted in rng.integers(0, 4, size)] for size in (1, 5, 9)]
     rounds = [r for request in requests for r in request]
     assert acceptance.tau_block(requests) == pytest.approx(np.mean([1 + r.accepted for r in rounds]))
+    assert acceptance.tau_block([[whole(3)]]) == 4.0
     assert acceptance.tau_block([[]]) is None
 
 

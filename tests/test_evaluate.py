@@ -111,6 +111,8 @@ def test_trees_are_reported_as_the_chain_is_and_pictures_are_drawn(run: Path, te
     assert result["pictures"] == [str(run / f"evaluate-last-{name}.svg") for name in ("acceptance", "budgets")]
     for picture in result["pictures"]:
         assert ET.parse(picture).getroot().tag.endswith("svg")
+    evaluate(settings(run, max_new_tokens=2, baseline=False))
+    assert not Path(result["pictures"][1]).exists(), "a picture of another evaluation does not stay beside the new numbers"
 
 
 def test_prompts_decoded_together_give_the_numbers_of_prompts_decoded_alone(run: Path) -> None:

@@ -75,6 +75,17 @@ def render_prompt(tokenizer: Any, messages: Sequence[Message], *, enable_thinkin
     return _tokenize(tokenizer, text).ids
 
 
+def generation_prompt(tokenizer: Any, *, enable_thinking: bool = False) -> list[int]:
+    """Tokens that the template writes after the last message to ask for an answer; empty where it changes earlier ones.
+
+    Raises PromptError when the template refuses a single user message.
+    """
+    messages = [{"role": "user", "content": "x"}]
+    told = _tokenize(tokenizer, _render_text(tokenizer, messages, enable_thinking=enable_thinking)).ids
+    asked = render_prompt(tokenizer, messages, enable_thinking=enable_thinking)
+    return asked[len(told) :] if asked[: len(told)] == told else []
+
+
 def render(
     tokenizer: Any,
     messages: Sequence[Message],

@@ -78,6 +78,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     summary["pictures"] = [str(path) for path in files]
     summary["seconds"]["total"] = time.perf_counter() - started
     write_whole(config.run / f"evaluate-{config.checkpoint}.json", json.dumps(summary, indent=2).encode() + b"\n")
+    if not config.budgets:
+        (config.run / f"evaluate-{config.checkpoint}-budgets.svg").unlink(missing_ok=True)  # of an earlier evaluation
     for path, picture in files.items():
         write_whole(path, picture.encode())
     show(f"{config.checkpoint} of {config.run}", summary)

@@ -34,16 +34,38 @@ _FIXED_VALUES: dict[str, Any] = {
 }
 
 
+RECORD = "training.json"
+RECORD_FORMAT = "dflash-harness export 1"
+ALIGNMENT = "index k of a block predicts the token at anchor + k, k = 1 to B-1"
+
+Problem = tuple[str, str]  # topic, sentence
+_TOPICS = (
+    ("block_size", "block-size"),
+    ("num_target_layers", "layers"),
+    ("target layer id", "layers"),
+    ("mask token id", "mask-token"),
+    ("rope_", "rope"),
+    ("partial_rotary_factor", "rope"),
+)
+
+
 class ContractError(RuntimeError):
     """An export that servers would misread; the message lists the problems."""
 
 
-def write_export(directory: Path, weights: Mapping[str, Tensor], shape: DrafterShape, target_name: str) -> None:
+def write_export(
+    directory: Path,
+    weights: Mapping[str, Tensor],
+    shape: DrafterShape,
+    target_name: str,
+    record: Mapping[str, Any] | None = None,
+) -> None:
     """Write the drafter to the new directory `directory`, weights in bf16.
 
     `weights` is the state dict of a `Drafter` of `shape`, any dtype and device; `target_name` is what users load the target
-    by. Raises ConfigError when the directory exists and is not empty, ContractError when the check finds problems; then
-    nothing is left behind.
+    by; `record` is what training knows (target, data, step), kept in training.json, which servers do not read. Raises
+    ConfigError when the directory exists and is not empty, ContractError when the check finds problems; then nothing is
+    left behind.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} exists and is not an empty directory: export to a new one")
@@ -52,8 +74,12 @@ def write_export(directory: Path, weights: Mapping[str, Tensor], shape: DrafterS
     try:
         tensors = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights.items()}
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-        (aside / "config.json").write_text(json.dumps(shape.to_zlab_config(), indent=2) + "\n", encoding="utf-8")
+        _write_json(aside / "config.json", shape.to_zlab_config())
         (aside / "README.md").write_text(_model_card(shape, target_name, tensors), encoding="utf-8")
+        if record is not None:
+            _write_json(
+                aside / RECORD, {"format": RECORD_FORMAT, "alignment": ALIGNMENT, **record, "shape": shape.to_zlab_config()}
+            )
         (aside / "model.safetensors").chmod((aside / "config.json").stat().st_mode)  # safetensors makes it private
         problems = check_export(aside)
         if problems:
@@ -74,28 +100,65 @@ def check_export(directory: Path) -> list[str]:
         return [f"config.json cannot be read ({type(error).__name__}: {error})"]
     if not isinstance(values, dict):
         return [f"config.json holds a {type(values).__name__}, expected an object"]
-    shape: DrafterShape | None = None
-    problems = list(_config_problems(values))
+    file = directory / "model.safetensors"
     try:
-        shape = DrafterShape.from_zlab_config(values)
+        tensors = read_weights(file)
+    except (OSError, SafetensorError) as error:
+        return [text for _, text in config_problems(values)] + [f"{file.name} cannot be read ({type(error).__name__}: {error})"]
+    return [text for _, text in (*config_problems(values), *weight_problems(values, tensors))]
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, on the CPU. Raises OSError or SafetensorError."""
+    with safe_open(file, framework="pt") as stored:
+        return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - a file, not a dictionary
+
+
+def config_problems(values: dict[str, Any]) -> list[Problem]:
+    """What is wrong with the contents of a config.json."""
+    problems = list(_value_problems(values))
+    _, error = _shape_of(values)
+    return [*problems, (_topic(error), error)] if error else problems
+
+
+def weight_problems(values: dict[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> list[Problem]:
+    """What is wrong with the weights that stand beside a config.json of `values`; released ones are bf16."""
+    shape, _ = _shape_of(values)
+    return list(_weight_problems(tensors, shape, dtype))
+
+
+def _shape_of(values: dict[str, Any]) -> tuple[DrafterShape | None, str]:
+    try:
+        return DrafterShape.from_zlab_config(values), ""
     except (ConfigError, TypeError, ValueError, AttributeError) as error:
-        problems.append(str(error))
-    return problems + list(_weight_problems(directory / "model.safetensors", shape))
+        return None, str(error)
 
 
-def _config_problems(values: dict[str, Any]) -> Iterator[str]:
+def _topic(error: str) -> str:
+    """Messages about a configuration begin with the field that they are about."""
+    return next((topic for start, topic in _TOPICS if error.startswith(start)), "config")
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _value_problems(values: dict[str, Any]) -> Iterator[Problem]:
     for key, expected in _FIXED_VALUES.items():
         if values.get(key) != expected:
-            yield f"{key} is {values.get(key)!r}, expected {expected!r}"
+            yield "config", f"{key} is {values.get(key)!r}, expected {expected!r}"
     inner = values.get("dflash_config")
     inner = inner if isinstance(inner, dict) else {}
     for place, holder in (("at the top", values), ("in dflash_config", inner)):
         if "block_size" not in holder:
-            yield f"block_size is missing {place} of config.json: servers read one place or the other"
+            yield "block-size", f"block_size is missing {place} of config.json: servers read one place or the other"
+        if holder.get("sample_from_anchor"):
+            yield "alignment", f"sample_from_anchor is set {place}: index 0 predicts there, {ALIGNMENT} here"
     kinds, layers = values.get("layer_types"), values.get("num_hidden_layers")
     if not isinstance(layers, int) or kinds != ["full_attention"] * layers:
-        yield f"layer_types is {kinds}, expected full_attention for each of {layers} layers: others are served differently"
-    yield from _rope_problems(values)
+        text = f"layer_types is {kinds}, expected full_attention for each of {layers} layers: others are served differently"
+        yield "layer-types", text
+    yield from (("rope", text) for text in _rope_problems(values))
 
 
 def _rope_problems(values: dict[str, Any]) -> Iterator[str]:
@@ -115,26 +178,22 @@ def _rope_problems(values: dict[str, Any]) -> Iterator[str]:
         yield "is_neox_style is not true: the drafter rotates halves, not neighbours"
 
 
-def _weight_problems(file: Path, shape: DrafterShape | None) -> Iterator[str]:
-    try:
-        with safe_open(file, framework="pt") as stored:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - a file, not a dictionary
-    except (OSError, SafetensorError) as error:
-        yield f"{file.name} cannot be read ({type(error).__name__}: {error})"
-        return
+def _weight_problems(tensors: Mapping[str, Tensor], shape: DrafterShape | None, dtype: torch.dtype) -> Iterator[Problem]:
     for name, tensor in tensors.items():
-        if tensor.dtype != torch.bfloat16:
-            yield f"{name} is {tensor.dtype}, expected torch.bfloat16"
+        if tensor.dtype != dtype:
+            yield "dtypes", f"{name} is {tensor.dtype}, expected {dtype}"
         if not torch.isfinite(tensor).all():
-            yield f"{name} holds NaN or infinity"
+            yield "finite", f"{name} holds NaN or infinity"
     if shape is None:
         return
     expected = _expected_shapes(shape)
-    yield from (f"{name} is missing in {file.name}" for name in expected if name not in tensors)
-    yield from (f"{name} in {file.name} is unknown: servers would drop it silently" for name in tensors if name not in expected)
+    file = "model.safetensors"
+    yield from (("names", f"{name} is missing in {file}") for name in expected if name not in tensors)
+    unknown = (name for name in tensors if name not in expected)
+    yield from (("names", f"{name} in {file} is unknown: servers would drop it silently") for name in unknown)
     for name in expected.keys() & tensors.keys():
         if tuple(tensors[name].shape) != expected[name]:
-            yield f"{name} has shape {tuple(tensors[name].shape)}, expected {expected[name]} from config.json"
+            yield "shapes", f"{name} has shape {tuple(tensors[name].shape)}, expected {expected[name]} from config.json"
 
 
 def _expected_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:

@@ -106,6 +106,16 @@ class FrozenEnds(nn.Module):
                 )
 
 
+def embedding_scale(model: Any) -> float:
+    """What a target multiplies the rows of its embedding by: 1 for most, about the root of H for Gemma."""
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        row = embedding.weight[:64].float().norm(dim=-1).argmax()
+        weight = embedding.weight[row].float()
+        scale = float((embedding(row[None])[0].float() @ weight) / (weight @ weight).clamp_min(1e-30))
+    return 1.0 if abs(scale - 1) < 1e-2 else float(f"{scale:.4g}")
+
+
 def _relative_deviation(own: Tensor, expected: Tensor) -> float:
     expected = expected.to(own.device).float()
     return ((own.float() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()

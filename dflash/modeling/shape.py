@@ -47,6 +47,8 @@ class DrafterShape:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    input_embedding_scale: float = 1.0  # what the target multiplies its embeddings by (Gemma); servers must do the same
+    final_logit_softcapping: float | None = None  # the target's
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -111,6 +113,7 @@ class DrafterShape:
             bos_token_id=getattr(text_config, "bos_token_id", None),
             eos_token_id=_tuple_if_list(getattr(text_config, "eos_token_id", None)),
             pad_token_id=getattr(text_config, "pad_token_id", None),
+            final_logit_softcapping=getattr(text_config, "final_logit_softcapping", None),
         )
 
     def to_zlab_config(self) -> dict[str, Any]:
@@ -130,6 +133,7 @@ class DrafterShape:
                 "mask_token_id": self.mask_token_id,
                 "num_target_layers": self.num_target_layers,
                 "target_layer_ids": list(self.target_layer_ids),
+                **self._ends_of_target(),
             },
             "dtype": "bfloat16",
             "eos_token_id": list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id,
@@ -157,6 +161,12 @@ class DrafterShape:
             "use_sliding_window": False,
             "vocab_size": self.vocab_size,
         }
+
+    def _ends_of_target(self) -> dict[str, float]:
+        """What z-lab's code has to know of the target's embedding and head; nothing for most targets."""
+        scale = {} if self.input_embedding_scale == 1.0 else {"input_embedding_scale": self.input_embedding_scale}
+        cap = {} if self.final_logit_softcapping is None else {"final_logit_softcapping": self.final_logit_softcapping}
+        return scale | cap
 
     @classmethod
     def from_zlab_config(cls, values: dict[str, Any]) -> Self:
@@ -191,6 +201,8 @@ class DrafterShape:
             bos_token_id=values.get("bos_token_id"),
             eos_token_id=_tuple_if_list(values.get("eos_token_id")),
             pad_token_id=values.get("pad_token_id"),
+            input_embedding_scale=inner.get("input_embedding_scale", values.get("input_embedding_scale", 1.0)),
+            final_logit_softcapping=inner.get("final_logit_softcapping", values.get("final_logit_softcapping")),
         )
 
 

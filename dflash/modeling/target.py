@@ -12,16 +12,19 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash.config import ConfigError, TargetConfig
+from dflash.config import ConfigError, DrafterConfig, TargetConfig
 from dflash.modeling.anatomy import text_config, text_decoder
-from dflash.modeling.ends import FrozenEnds
+from dflash.modeling.ends import FrozenEnds, embedding_scale
 from dflash.modeling.random_targets import RANDOM_TARGETS
 from dflash.modeling.runner import TargetRunner, supports_packing
+from dflash.modeling.shape import DrafterShape
 
 __all__ = [
     "RANDOM_TARGETS",
     "FrozenEnds",
     "TargetRunner",
+    "drafter_shape",
+    "embedding_scale",
     "load_target",
     "resolve_mask_token_id",
     "supports_packing",
@@ -55,6 +58,12 @@ def load_target(config: TargetConfig, *, device: torch.device | str) -> tuple[An
     model.eval()
     model.requires_grad_(requires_grad=False)
     return model, tokenizer
+
+
+def drafter_shape(model: Any, drafter: DrafterConfig, mask_token_id: int) -> DrafterShape:
+    """The shape of a drafter for a loaded target. Raises ConfigError where the two do not fit."""
+    shape = DrafterShape.from_target(text_config(model), drafter, mask_token_id)
+    return dataclasses.replace(shape, input_embedding_scale=embedding_scale(model))
 
 
 def resolve_mask_token_id(config: TargetConfig, tokenizer: Any, vocab_size: int) -> int:
