@@ -19,7 +19,7 @@ from dflash.batch import Example, PackedBatch
 from dflash.checking import subject
 from dflash.data import chat, packing
 from dflash.data.examples import load_examples, load_meta, write_examples
-from dflash.decoding.chain import DraftSession
+from dflash.decoding.draft_session import DraftSession
 from dflash.modeling import loss, masks
 from dflash.modeling.rope import RotaryEmbedding
 from dflash.modeling.target import TargetRunner, load_target
@@ -281,16 +281,13 @@ def test_features_of_the_layer_below_fail(run: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_positions_that_decoding_counts_from_one_fail(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = DraftSession.propose
+    real = DraftSession.extend
 
-    def later(self: DraftSession, bonus: int) -> Tensor:
-        self.context_tokens += 1
-        try:
-            return real(self, bonus)
-        finally:
-            self.context_tokens -= 1
+    def later(self: DraftSession, features: Tensor, counts: list[int]) -> None:
+        self.lengths = [max(1, length) for length in self.lengths]
+        real(self, features, counts)
 
-    monkeypatch.setattr(DraftSession, "propose", later)
+    monkeypatch.setattr(DraftSession, "extend", later)
     found = failed(run, probes=("parity",))
     assert "parity.logits" in found
     assert "parity.features" not in found

@@ -13,7 +13,6 @@ Legend: B block size, K features, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,10 +25,9 @@ from dflash.checking.settings import Check, judged, unobserved
 from dflash.checking.subject import Subject
 from dflash.checking.texts import Texts
 from dflash.config import ConfigError
-from dflash.decoding.chain import DraftSession
+from dflash.decoding.draft_session import DraftSession
 from dflash.decoding.target_session import TargetSession, check_croppable
 from dflash.modeling.attention import decoding_kernels
-from dflash.modeling.target import FrozenEnds
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 TEXTS, BLOCKS = 2, 8  # compared: texts, and blocks of each
@@ -78,22 +76,6 @@ def _frequencies(subject: Subject) -> Check:
 Pair = dict[str, Tensor]  # of one text: training and serving features [tokens, K*H] and logits [blocks, B-1, V], fp32
 
 
-class _Listening:
-    """The ends of a session, keeping the logits that it computes: sessions themselves give tokens only."""
-
-    def __init__(self, ends: FrozenEnds) -> None:
-        self._ends = ends
-        self.heard: list[Tensor] = []
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._ends.embed(ids)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._ends.logits(hidden)
-        self.heard.append(logits.float())
-        return logits
-
-
 def _both_ways(subject: Subject, batch: PackedBatch) -> Pair:
     assert subject.shape is not None
     size = subject.shape.block_size
@@ -118,17 +100,22 @@ def _serve(subject: Subject, ids: Tensor, anchors: list[int]) -> tuple[Tensor, T
     """Features [last anchor, K*H], logits [anchors, B-1, V] and proposed tokens [anchors, B-1] of the decoding path."""
     assert subject.shape is not None
     drafter, ends = subject.served
-    listening = _Listening(ends)
-    drafting = DraftSession(drafter, cast("Any", listening))
-    features, proposed, start = [], [], 0
+    drafting = DraftSession(drafter, ends, 1)
+    features, logits, start = [], [], 0
     with TargetSession(subject.model, subject.shape.target_layer_ids) as target, decoding_kernels():
         for anchor in anchors:
-            target.forward(ids[start:anchor])
-            features.append(target.features(anchor - start)[0].float())
-            drafting.extend(target.features(anchor - start))
-            proposed.append(drafting.propose(int(ids[anchor])))
+            places = torch.arange(anchor - start, device=ids.device)[None]
+            if start:
+                target.verify(ids[None, start:anchor], places + start, None)
+                target.keep([range(anchor - start)])
+            else:
+                target.prefill([ids[:anchor]])
+            features.append(target.features(places))
+            drafting.extend(features[-1], [anchor - start])
+            logits.append(drafting.logits([int(ids[anchor])])[0].float())
             start = anchor
-    return torch.cat(features), torch.stack(listening.heard), torch.stack(proposed)
+    scores = torch.stack(logits)
+    return torch.cat(features, dim=1)[0].float(), scores, scores.argmax(-1)
 
 
 def deviation(one: Tensor, other: Tensor) -> float:
