@@ -281,15 +281,13 @@ def test_features_of_the_layer_below_fail(run: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_positions_that_decoding_counts_from_one_fail(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = DraftSession.logits
+    real = DraftSession.extend
 
-    def later(self: DraftSession, bonuses: list[int]) -> Tensor:
-        forward = self._drafter.block_forward
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self._drafter, "block_forward", lambda embeds, positions, *rest: forward(embeds, positions + 1, *rest))
-            return real(self, bonuses)
+    def later(self: DraftSession, features: Tensor, counts: list[int]) -> None:
+        self.lengths = [max(1, length) for length in self.lengths]
+        real(self, features, counts)
 
-    monkeypatch.setattr(DraftSession, "logits", later)
+    monkeypatch.setattr(DraftSession, "extend", later)
     found = failed(run, probes=("parity",))
     assert "parity.logits" in found
     assert "parity.features" not in found

@@ -39,8 +39,8 @@ LAYERS = (
 )
 PURE = (  # imports no torch: usable in a report or a CI job without it
     *("dflash.config", "dflash.events", "dflash.presets", "dflash.segments", "dflash.decoding.acceptance"),
-    *("dflash.decoding.tree", "dflash.decoding.tree_cost"),
     "dflash.checking.settings",
+    *("dflash.decoding.tree", "dflash.decoding.tree_cost"),
     *("diagnostics.records", "diagnostics.catalogue", "diagnostics.findings", "diagnostics.gpu", "diagnostics.report"),
     *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
     *("regression.spec", "regression.child", "regression.records", "regression.store", "regression.validity"),

@@ -104,19 +104,18 @@ def _serve(subject: Subject, ids: Tensor, anchors: list[int]) -> tuple[Tensor, T
     features, logits, start = [], [], 0
     with TargetSession(subject.model, subject.shape.target_layer_ids) as target, decoding_kernels():
         for anchor in anchors:
-            places = torch.arange(anchor - start, device=ids.device)
+            places = torch.arange(anchor - start, device=ids.device)[None]
             if start:
-                target.verify(ids[None, start:anchor], start + places[None], None)
-                target.keep([places.tolist()])
+                target.verify(ids[None, start:anchor], places + start, None)
+                target.keep([range(anchor - start)])
             else:
                 target.prefill([ids[:anchor]])
-            new = target.features(places[None])
-            features.append(new[0].float())
-            drafting.extend(new, [anchor - start])
+            features.append(target.features(places))
+            drafting.extend(features[-1], [anchor - start])
             logits.append(drafting.logits([int(ids[anchor])])[0].float())
             start = anchor
-    heard = torch.stack(logits)
-    return torch.cat(features), heard, heard.argmax(dim=-1)
+    scores = torch.stack(logits)
+    return torch.cat(features, dim=1)[0].float(), scores, scores.argmax(-1)
 
 
 def deviation(one: Tensor, other: Tensor) -> float:

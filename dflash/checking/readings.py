@@ -34,6 +34,11 @@ class Reading:
     hits: Mapping[int, Tensor]
     likelihood: Mapping[int, Tensor]
 
+    def mean(self, offset: int) -> float:
+        """Mean log-likelihood in nats; minus infinity where no label exists."""
+        value = self.likelihood[offset].nanmean().item()
+        return -math.inf if math.isnan(value) else value
+
     def accuracy(self, offset: int) -> float:
         """Mean share of hits."""
         value = self.hits[offset].nanmean().item()
