@@ -15,18 +15,12 @@ differ.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import hashlib
 import json
 import os
-import shutil
-import subprocess
+import signal
 import sys
-import tempfile
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +28,8 @@ from regression import gate, measurement, validity
 from regression.child import Place
 from regression.gate import Pair
 from regression.measurement import ATTEMPTS, Measurement
+from regression.sides import CACHE, Side, SideError, Terminated, baseline_side
 from regression.spec import RunSpec, planted, workload
-
-CACHE = Path.home() / ".cache/dflash-harness"  # environments of baselines
-_GIT_SECONDS = 300
-_INSTALL_SECONDS = 3600
-
-
-class SideError(RuntimeError):
-    """The baseline cannot be had, or one side does not run; the message says what to do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One of the two builds."""
-
-    name: str  # "baseline" or "candidate"
-    directory: Path  # its code
-    python: str
-    planted: tuple[str, ...] = ()  # flags beside the workload's: a planted slowdown
 
 
 class Pairs:
@@ -91,44 +68,6 @@ class Pairs:
                 return measured.per_device
             self._tell(f"{side.name}, segment {self._segments}: INVALID: {'; '.join(measured.invalid) or 'no throughput'}")
         return None
-
-
-@contextlib.contextmanager
-def baseline_side(commit: str, *, root: Path, cache: Path) -> Iterator[Side]:
-    """The build of `commit` of the repository at `root`, for the length of the block. Raises SideError."""
-    full = _git(root, "rev-parse", "--verify", f"{commit}^{{commit}}", what=f"{commit!r} is no commit of {root}")
-    with tempfile.TemporaryDirectory(prefix="dflash-baseline-") as parent:
-        directory = Path(parent) / full[:12]
-        _git(root, "worktree", "add", "--detach", str(directory), full, what=f"cannot check out {full}")
-        try:
-            yield Side(name="baseline", directory=directory, python=environment_of(directory, root=root, cache=cache))
-        finally:
-            _git(root, "worktree", "remove", "--force", str(directory), what=f"cannot remove the worktree {directory}")
-
-
-def environment_of(directory: Path, *, root: Path, cache: Path) -> str:
-    """A Python with the packages that the code in `directory` asks for: this one, or one made once in `cache`."""
-    wanted = dependencies_hash(directory)
-    if wanted == dependencies_hash(root):
-        return sys.executable
-    environment = cache / wanted
-    python = environment / "bin" / "python"
-    if not (environment / "complete").exists():
-        shutil.rmtree(environment, ignore_errors=True)
-        constraints = directory / "constraints.txt"
-        pinned = ["-c", str(constraints)] if constraints.exists() else []
-        _install([sys.executable, "-m", "venv", str(environment)])
-        _install([str(python), "-m", "pip", "install", "--quiet", *pinned, *_dependencies(directory)])
-        (environment / "complete").touch()
-    return str(python)
-
-
-def dependencies_hash(directory: Path) -> str:
-    """Of what a checkout asks for: equal hashes may share an environment."""
-    constraints = directory / "constraints.txt"
-    lines = constraints.read_text().splitlines() if constraints.exists() else []
-    pinned = sorted(line for line in lines if line.strip() and not line.startswith("#"))
-    return hashlib.sha256(json.dumps([pinned, _dependencies(directory)]).encode()).hexdigest()[:16]
 
 
 def segment_of(
@@ -172,7 +111,7 @@ def compare(
     `planted`: flags of the candidate only. Files of the segments go to `directory`. Raises SideError.
     """
     root = Path.cwd()
-    with baseline_side(commit, root=root, cache=cache) as baseline:
+    with baseline_side(commit, root=root, cache=cache, tell=tell) as baseline:
         candidate = Side(name="candidate", directory=root, python=sys.executable, planted=planted)
         segment = segment_of(spec, directory, timeout_seconds=timeout_seconds, busy_counts=busy_counts)
         pairs = Pairs((baseline, candidate), segment, tell=tell)
@@ -205,6 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SideError as error:
         _tell(f"error: {error}")
         return 1
+    except Terminated:
+        _tell("ended by SIGTERM; the worktree is removed")
+        return 128 + signal.SIGTERM
     _print(dataclasses.asdict(verdict))
     _tell(verdict.sentence)
     return verdict.kind.exit_code
@@ -235,33 +177,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--output {options.output} is not empty: name a new directory")
     options.output = options.output.absolute()
     return options
-
-
-def _dependencies(directory: Path) -> list[str]:
-    try:
-        content: dict[str, Any] = tomllib.loads((directory / "pyproject.toml").read_text())
-        return sorted(content["project"]["dependencies"])
-    except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
-        raise SideError(f"{directory} has no pyproject.toml with project.dependencies ({error})") from error
-
-
-def _install(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_INSTALL_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SideError(f"{' '.join(command)}: {error}") from error
-    if done.returncode != 0:
-        raise SideError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-
-
-def _git(root: Path, *arguments: str, what: str) -> str:
-    git = shutil.which("git")
-    if git is None:
-        raise SideError("a baseline commit needs git, which is not installed")
-    done = subprocess.run((git, *arguments), cwd=root, capture_output=True, text=True, check=False, timeout=_GIT_SECONDS)
-    if done.returncode != 0:
-        raise SideError(f"{what}: {done.stderr.strip()}")
-    return done.stdout.strip()
 
 
 def _does_not_run(side: Side, failure: dict[str, Any]) -> str:

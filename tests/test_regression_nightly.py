@@ -13,12 +13,12 @@ import pytest
 from helpers_regression import failed, measurement, result
 
 from regression import confirm, nightly, report
-from regression.ab import SideError
 from regression.child import ChildFailed
 from regression.decision import exit_code, outcomes
 from regression.history import History, read
 from regression.measurement import Measurement
 from regression.nightly import main
+from regression.sides import SideError
 from regression.store import Store
 
 CLEAN: dict[str, Any] = {"findings": [], "program_exit_code": 0, "not_observed": []}
