@@ -16,13 +16,14 @@ import pytest
 
 from dflash.config import ConfigError
 from diagnostics import environment
-from regression import baseline
+from regression import ab, baseline, gate
 from regression.decision import judge
 from regression.history import History, read
 from regression.laws import Outcome, problems
 from regression.measurement import ATTEMPTS, Measurement, measure_until_valid
 from regression.measurement import measure as run_and_measure
 from regression.probing import probe
+from regression.sides import CACHE, SideError, full_commit
 from regression.spec import SEGMENTS, RunSpec, planted, workload
 from regression.store import Store
 from regression.verdict import Kind
@@ -49,6 +50,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--baselines", type=Path, default=baseline.DIRECTORY, metavar="DIR", help="baselines (default: the committed)"
     )
     group.addoption("--record-baseline", action="store_true", help="write the baseline of this machine, ready to commit")
+    group.addoption(
+        "--baseline-measurements", type=int, default=baseline.MEASUREMENTS, metavar="N",
+        help=f"of a new baseline (default {baseline.MEASUREMENTS}; fewer make a wider limit, under 3 nothing fails by it)",
+    )  # fmt: skip
+    group.addoption("--baseline-commit", metavar="REV", help="compare with this commit in pairs, not with stored measurements")
+    group.addoption("--pairs", type=int, metavar="N", help="with --baseline-commit: exactly so many (default: 8, then 12 and 16)")
+    group.addoption("--tolerance", type=float, default=gate.DEFAULT.tolerance, metavar="X", help=f"of pairs: {ab.TOLERANCE_HELP}")
+    group.addoption("--busy-counts", action="store_true", help="of pairs: other processes on the CPUs make no segment INVALID")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,9 +67,16 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("regression/ measures throughput: run it without -n, runs side by side slow each other down")
     if config.getoption("--attempts") < 1:
         raise pytest.UsageError(f"--attempts {config.getoption('--attempts')}: use at least 1")
+    if config.getoption("--baseline-measurements") < 1 or (config.getoption("--pairs") or 2) < 2:
+        raise pytest.UsageError("--baseline-measurements: at least 1; --pairs: at least 2")
+    if config.getoption("--record-baseline") and config.getoption("--baseline-commit"):
+        raise pytest.UsageError("--record-baseline and --baseline-commit exclude each other: a WIN writes the baseline itself")
     try:
         chosen_workload(config)
-    except ConfigError as error:
+        pair_rule(config)
+        if commit := config.getoption("--baseline-commit"):
+            full_commit(commit, root=Path.cwd())
+    except (ConfigError, SideError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
 
 
@@ -81,6 +97,11 @@ def chosen_workload(config: pytest.Config) -> RunSpec:
     )
 
 
+def pair_rule(config: pytest.Config) -> gate.Rule:
+    """The gate's figures. Raises ValueError."""
+    return gate.rule_for(tolerance=config.getoption("--tolerance"), pairs=config.getoption("--pairs"))
+
+
 @pytest.fixture(scope="session")
 def history(request: pytest.FixtureRequest, spec: RunSpec) -> History:
     """The baseline of this workload on this machine, and what the store has of it."""
@@ -88,7 +109,9 @@ def history(request: pytest.FixtureRequest, spec: RunSpec) -> History:
     directory = request.config.getoption("--store")
     found = History() if directory is None else read(Store(directory), series)
     request.config.stash[_verdicts] += [f"history: {problem}" for problem in found.unread]
-    return found.with_measurements(baseline.load(series, request.config.getoption("--baselines")))
+    baselines = request.config.getoption("--baselines")
+    request.config.stash[_verdicts] += [f"baseline: {sentence}" for sentence in baseline.earlier_formats(baselines)]
+    return found.with_baseline(baseline.load(series, baselines))
 
 
 @pytest.fixture(scope="session")
@@ -97,6 +120,7 @@ def measure_anew(
 ) -> Callable[[str], Measurement]:
     """Measures the workload in a fresh process: the first time that counts, or the last attempt. Takes a directory's name."""
     told = request.config.stash[_verdicts]
+    in_pairs = request.config.getoption("--baseline-commit") is not None
 
     def measure(name: str) -> Measurement:
         directory = tmp_path_factory.mktemp(name)
@@ -109,7 +133,8 @@ def measure_anew(
                 baseline_clock_mhz=baseline.clock_mhz(list(history.measurements)),
             )
 
-        tried = measure_until_valid(one, attempts=request.config.getoption("--attempts"), tell=told.append)
+        attempts = 1 if in_pairs and name == "measured" else request.config.getoption("--attempts")  # the pairs judge
+        tried = measure_until_valid(one, attempts=attempts, tell=told.append)
         store = request.config.getoption("--store")
         if store is not None:
             for measurement in tried:
@@ -129,11 +154,54 @@ def measured(measure_anew: Callable[[str], Measurement]) -> Measurement:
 def confirmed(
     request: pytest.FixtureRequest, measured: Measurement, history: History, measure_anew: Callable[[str], Measurement]
 ) -> tuple[Measurement, History]:
-    """What the throughput is judged by. A measurement below the limit is only suspect: then it is a second one after it."""
-    if judge(measured, history).kind is not Kind.SUSPECT:
-        return measured, history
-    request.config.stash[_verdicts].append(f"{measured.per_device:,.1f} tok/s per device is suspect: measured a second time")
-    return measure_anew("again"), history.with_measurements([measured])
+    """What the throughput is judged by. A measurement that is suspect, or on a changed machine, is made again after it."""
+    tried, most = [measured], max(2, request.config.getoption("--attempts"))
+    while len(tried) < most:
+        verdict = judge(tried[-1], history.with_measurements(tried[:-1]))
+        if verdict.kind not in {Kind.SUSPECT, Kind.HARDWARE}:
+            break
+        request.config.stash[_verdicts].append(
+            f"measurement {len(tried)} of at most {most}, {tried[-1].per_device:,.1f} tok/s per device, measured again: "
+            f"{verdict.sentence}"
+        )
+        tried.append(measure_anew(f"again-{len(tried)}"))
+    return tried[-1], history.with_measurements(tried[:-1])
+
+
+@pytest.fixture(scope="session")
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> gate.Verdict:
+    """The gate's verdict on the working tree against `--baseline-commit`, in pairs."""
+    option, told = request.config.getoption, request.config.stash[_verdicts]
+    try:
+        return ab.compare(
+            option("--baseline-commit"),
+            workload(option("--gpus"), segments=1, segment_seconds=option("--segment-seconds"), environment=os.environ),
+            tmp_path_factory.mktemp("pairs"),
+            cache=CACHE,
+            timeout_seconds=RUN_TIMEOUT_SECONDS,
+            tell=told.append,
+            rule=pair_rule(request.config),
+            planted=planted(option("--burn-share")),
+            busy_counts=option("--busy-counts"),
+            heard=lambda one: told.append(f"pair {one.number}: {one.baseline:,.1f} baseline, {one.candidate:,.1f} candidate"),
+        )
+    except SideError as error:
+        sentence = f"INSUFFICIENT: the comparison did not run: {error}"
+        return gate.Verdict(kind=Kind.INSUFFICIENT, loss=None, interval=None, p=None, pairs=0, sentence=sentence)
+
+
+@pytest.fixture(scope="session")
+def record_new_baseline(
+    request: pytest.FixtureRequest, measured: Measurement, measure_anew: Callable[[str], Measurement]
+) -> Callable[[], Path]:
+    """Measures as often as a baseline asks for and writes it. Raises BaselineError."""
+
+    def record() -> Path:
+        numbers = range(2, request.config.getoption("--baseline-measurements") + 1)
+        found = [measured, *(measure_anew(f"baseline-{number}") for number in numbers)]
+        return baseline.record(found, request.config.getoption("--baselines"))
+
+    return record
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_regression import failed, measurement
+from helpers_regression import SERIES, failed, measurement
 
-from regression import ab, sampler, sides, validity
+from regression import ab, baseline, sampler, sides, validity
 from regression.ab import Pairs
 from regression.gate import Pair
 from regression.measurement import Measurement
@@ -110,6 +110,31 @@ def test_a_commit_against_itself_passes_and_a_planted_slowdown_is_the_candidate_
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kind"] == "PASS"
     burning = [name for name, words in commands.items() if "--measure.burn-share" in words]
     assert burning == ["001-candidate", "002-candidate"]
+
+
+def test_a_win_measures_the_working_tree_and_writes_its_baseline(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (repository / "rate.txt").write_text("400")
+    taken: list[Path] = []
+
+    def one(spec: RunSpec, directory: Path, *, timeout_seconds: float) -> Measurement:
+        assert (spec.segments, spec.planted, timeout_seconds) == (3, (), 1500.0)
+        taken.append(directory)
+        return measurement(per_device=400.0, time=f"2026-01-01T00:0{len(taken)}:00+00:00")
+
+    original = ab.measurement.measure
+    monkeypatch.setattr(ab.measurement, "measure", lambda spec, *a, **k: (original if spec.segments == 1 else one)(spec, *a, **k))
+    arguments = ["--baseline", "old", "--pairs", "2", "--output", str(tmp_path / "out"), "--baselines", str(tmp_path / "new")]
+    assert ab.main(arguments) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["kind"] == "WIN"
+    path = baseline.path_of(SERIES, tmp_path / "new")
+    assert f"baseline written, commit it: {path}" in told.err
+    assert [found.per_device for found in baseline.load(SERIES, path.parent)] == [400.0] * 5
+    path.unlink()
+    assert ab.main([*arguments[:5], str(tmp_path / "again"), *arguments[6:], "--burn-share", "0.1"]) == 0
+    assert not path.exists()  # a planted slowdown is no baseline
 
 
 def test_a_commit_that_cannot_measure_is_told(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +279,15 @@ def test_a_side_that_does_not_run_ends_the_comparison() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [["--pairs", "1"], ["--burn-share", "1"], ["--gpus", "-1"], ["--segment-seconds", "0"], ["--output", "."]]
+    "change",
+    [
+        ["--pairs", "1"],
+        ["--burn-share", "1"],
+        ["--gpus", "-1"],
+        ["--segment-seconds", "0"],
+        ["--output", "."],
+        ["--tolerance", "0"],
+    ],
 )
 def test_bad_usage_is_told(change: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
