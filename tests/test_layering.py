@@ -49,6 +49,7 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
         "regression.nightly",
     ),
     *("regression.verdict", "regression.gate", "regression.watch", "regression.acceptance", "regression.simulate"),
+    "regression.simulate_machine",
     *("regression.change_points", "regression.secondary", "regression.line", "regression.caches"),
     *("regression.report", "regression.tables", "regression.changes", "regression.junit", "regression.mirror"),
 )
