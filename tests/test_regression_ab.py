@@ -177,6 +177,7 @@ def holder(repository: Path, cache: Path) -> Iterator[tuple[subprocess.Popen[str
     """A process that is inside a comparison, and its worktree."""
     command = (sys.executable, "-c", HOLDER, str(cache))
     place: dict[str, Any] = {"cwd": repository, "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}}
+    place["env"] |= {"TMPDIR": str(cache)}  # where a worktree is left when the process is killed
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **place) as process:
         try:
             assert process.stdout is not None
