@@ -16,14 +16,14 @@ import pytest
 
 from dflash.config import ConfigError
 from diagnostics import environment
-from regression import ab, baseline, gate
+from regression import baseline, gate, pairing
 from regression.decision import judge
 from regression.history import History, read
 from regression.laws import Outcome, problems
 from regression.measurement import ATTEMPTS, Measurement, measure_until_valid
 from regression.measurement import measure as run_and_measure
 from regression.probing import probe
-from regression.sides import CACHE, SideError, full_commit
+from regression.sides import SideError
 from regression.spec import SEGMENTS, RunSpec, planted, workload
 from regression.store import Store
 from regression.verdict import Kind
@@ -54,10 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--baseline-measurements", type=int, default=baseline.MEASUREMENTS, metavar="N",
         help=f"of a new baseline (default {baseline.MEASUREMENTS}; fewer make a wider limit, under 3 nothing fails by it)",
     )  # fmt: skip
-    group.addoption("--baseline-commit", metavar="REV", help="compare with this commit in pairs, not with stored measurements")
-    group.addoption("--pairs", type=int, metavar="N", help="with --baseline-commit: exactly so many (default: 8, then 12 and 16)")
-    group.addoption("--tolerance", type=float, default=gate.DEFAULT.tolerance, metavar="X", help=f"of pairs: {ab.TOLERANCE_HELP}")
-    group.addoption("--busy-counts", action="store_true", help="of pairs: other processes on the CPUs make no segment INVALID")
+    pairing.add_options(group)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,15 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("regression/ measures throughput: run it without -n, runs side by side slow each other down")
     if config.getoption("--attempts") < 1:
         raise pytest.UsageError(f"--attempts {config.getoption('--attempts')}: use at least 1")
-    if config.getoption("--baseline-measurements") < 1 or (config.getoption("--pairs") or 2) < 2:
-        raise pytest.UsageError("--baseline-measurements: at least 1; --pairs: at least 2")
-    if config.getoption("--record-baseline") and config.getoption("--baseline-commit"):
-        raise pytest.UsageError("--record-baseline and --baseline-commit exclude each other: a WIN writes the baseline itself")
+    if config.getoption("--baseline-measurements") < 1:
+        raise pytest.UsageError(f"--baseline-measurements {config.getoption('--baseline-measurements')}: use at least 1")
     try:
         chosen_workload(config)
-        pair_rule(config)
-        if commit := config.getoption("--baseline-commit"):
-            full_commit(commit, root=Path.cwd())
+        pairing.check_options(config)
     except (ConfigError, SideError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
 
@@ -95,11 +88,6 @@ def chosen_workload(config: pytest.Config) -> RunSpec:
         planted=planted(config.getoption("--burn-share")),
         environment=os.environ,
     )
-
-
-def pair_rule(config: pytest.Config) -> gate.Rule:
-    """The gate's figures. Raises ValueError."""
-    return gate.rule_for(tolerance=config.getoption("--tolerance"), pairs=config.getoption("--pairs"))
 
 
 @pytest.fixture(scope="session")
@@ -171,23 +159,10 @@ def confirmed(
 @pytest.fixture(scope="session")
 def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> gate.Verdict:
     """The gate's verdict on the working tree against `--baseline-commit`, in pairs."""
-    option, told = request.config.getoption, request.config.stash[_verdicts]
-    try:
-        return ab.compare(
-            option("--baseline-commit"),
-            workload(option("--gpus"), segments=1, segment_seconds=option("--segment-seconds"), environment=os.environ),
-            tmp_path_factory.mktemp("pairs"),
-            cache=CACHE,
-            timeout_seconds=RUN_TIMEOUT_SECONDS,
-            tell=told.append,
-            rule=pair_rule(request.config),
-            planted=planted(option("--burn-share")),
-            busy_counts=option("--busy-counts"),
-            heard=lambda one: told.append(f"pair {one.number}: {one.baseline:,.1f} baseline, {one.candidate:,.1f} candidate"),
-        )
-    except SideError as error:
-        sentence = f"INSUFFICIENT: the comparison did not run: {error}"
-        return gate.Verdict(kind=Kind.INSUFFICIENT, loss=None, interval=None, p=None, pairs=0, sentence=sentence)
+    directory = tmp_path_factory.mktemp("pairs")
+    return pairing.compare(
+        request.config, directory, timeout_seconds=RUN_TIMEOUT_SECONDS, tell=request.config.stash[_verdicts].append
+    )
 
 
 @pytest.fixture(scope="session")

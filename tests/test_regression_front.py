@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers_regression import SERIES, failed, measurement, result
 
-from regression import baseline, gate, probing
+from regression import ab, baseline, gate, probing
 from regression import conftest as front
 from regression.measurement import Measurement
 from regression.sides import SideError
@@ -201,7 +201,7 @@ def test_with_a_baseline_commit_the_gate_judges_whatever_is_stored(
 ) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(
-        front.ab, "compare", lambda commit, spec, _, **given: asked.update(given, commit=commit, spec=spec) or verdict(kind)
+        ab, "compare", lambda commit, spec, _, **given: asked.update(given, commit=commit, spec=spec) or verdict(kind)
     )
     options = ("--baseline-commit", "HEAD", "--burn-share", "0.1", "--tolerance", "0.04", "--pairs", "3", "--busy-counts")
     run = run_front(measurement(per_device=50.0, invalid=("busy",)), options=options, earlier=100.0)
@@ -214,7 +214,7 @@ def test_with_a_baseline_commit_the_gate_judges_whatever_is_stored(
 
 
 def test_a_win_writes_the_baseline_that_the_next_run_is_judged_by(run_front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front.ab, "compare", lambda *_, **__: verdict(Kind.WIN, loss=-0.1))
+    monkeypatch.setattr(ab, "compare", lambda *_, **__: verdict(Kind.WIN, loss=-0.1))
     pairs = ("--baseline-commit", "HEAD", "--baseline-measurements", "3")
     run = run_front(*[measurement(per_device=120.0)] * 3, options=pairs, earlier=100.0)
     assert (run.code, run.failed) == (0, {}), run.output
@@ -226,7 +226,7 @@ def test_a_win_writes_the_baseline_that_the_next_run_is_judged_by(run_front: Fro
 
 
 def test_a_win_with_a_planted_slowdown_writes_nothing(run_front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front.ab, "compare", lambda *_, **__: verdict(Kind.WIN))
+    monkeypatch.setattr(ab, "compare", lambda *_, **__: verdict(Kind.WIN))
     run = run_front(measurement(), options=("--baseline-commit", "HEAD", "--burn-share", "0.1"))
     assert (run.code, "Nothing is written" in run.output) == (0, True)
     assert not (run_front.directory / "baselines").exists()
@@ -236,7 +236,7 @@ def test_a_comparison_that_does_not_run_is_insufficient(run_front: Front, monkey
     def fail(*_: Any, **__: Any) -> None:
         raise SideError("cannot check out")
 
-    monkeypatch.setattr(front.ab, "compare", fail)
+    monkeypatch.setattr(ab, "compare", fail)
     run = run_front(measurement(), options=("--baseline-commit", "HEAD"))
     assert (run.code, "the comparison did not run: cannot check out" in run.output) == (3, True)
 
