@@ -5,7 +5,7 @@ baseline first, an even one its candidate. The baseline runs in a git worktree o
 ask for the same packages (hash of constraints.txt and the dependencies in pyproject.toml), else in an environment made for it
 once and kept. Each pair is one JSON line on standard output: {"number", "baseline", "candidate"} in tokens per second per device.
 The last line is the gate's verdict (`regression.gate`), which asks for 8 pairs, and for 4 more up to 16 while they decide
-nothing; `--pairs N` runs exactly N and looks once.
+nothing; `--pairs N` runs exactly N and looks once. A WIN measures the working tree and writes its new baseline.
 
 An invalid segment is measured again, at most 3 times; then the pair is given up and no line is printed. Exit codes: 0 not
 slower, 1 slower or a run failed, 2 bad usage, 3 not decided. Known limit: packages without a version in constraints.txt may
@@ -15,44 +15,25 @@ differ.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import hashlib
 import json
 import os
-import shutil
-import subprocess
+import signal
 import sys
-import tempfile
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from regression import gate, measurement, validity
+from regression import baseline, gate, measurement, validity
 from regression.child import Place
 from regression.gate import Pair
 from regression.measurement import ATTEMPTS, Measurement
+from regression.sides import CACHE, Side, SideError, Terminated, baseline_side
 from regression.spec import RunSpec, planted, workload
+from regression.verdict import Kind
 
-CACHE = Path.home() / ".cache/dflash-harness"  # environments of baselines
-_GIT_SECONDS = 300
-_INSTALL_SECONDS = 3600
-
-
-class SideError(RuntimeError):
-    """The baseline cannot be had, or one side does not run; the message says what to do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One of the two builds."""
-
-    name: str  # "baseline" or "candidate"
-    directory: Path  # its code
-    python: str
-    planted: tuple[str, ...] = ()  # flags beside the workload's: a planted slowdown
+TOLERANCE_HELP = "loss that passes; failing begins at three quarters of it (default 0.02)"
 
 
 class Pairs:
@@ -74,12 +55,12 @@ class Pairs:
             self._number += 1
             order = self._sides if self._number % 2 == 1 else self._sides[::-1]
             rates = {side.name: self._rate(side) for side in order}
-            baseline, candidate = rates["baseline"], rates["candidate"]
-            if baseline is None or candidate is None:
+            old, new = rates["baseline"], rates["candidate"]
+            if old is None or new is None:
                 self.given_up.append(f"pair {self._number}: no valid segment in {ATTEMPTS} attempts")
                 self._tell(self.given_up[-1])
             else:
-                yield Pair(number=self._number, baseline=baseline, candidate=candidate)
+                yield Pair(number=self._number, baseline=old, candidate=new)
 
     def _rate(self, side: Side) -> float | None:
         for _ in range(ATTEMPTS):
@@ -91,44 +72,6 @@ class Pairs:
                 return measured.per_device
             self._tell(f"{side.name}, segment {self._segments}: INVALID: {'; '.join(measured.invalid) or 'no throughput'}")
         return None
-
-
-@contextlib.contextmanager
-def baseline_side(commit: str, *, root: Path, cache: Path) -> Iterator[Side]:
-    """The build of `commit` of the repository at `root`, for the length of the block. Raises SideError."""
-    full = _git(root, "rev-parse", "--verify", f"{commit}^{{commit}}", what=f"{commit!r} is no commit of {root}")
-    with tempfile.TemporaryDirectory(prefix="dflash-baseline-") as parent:
-        directory = Path(parent) / full[:12]
-        _git(root, "worktree", "add", "--detach", str(directory), full, what=f"cannot check out {full}")
-        try:
-            yield Side(name="baseline", directory=directory, python=environment_of(directory, root=root, cache=cache))
-        finally:
-            _git(root, "worktree", "remove", "--force", str(directory), what=f"cannot remove the worktree {directory}")
-
-
-def environment_of(directory: Path, *, root: Path, cache: Path) -> str:
-    """A Python with the packages that the code in `directory` asks for: this one, or one made once in `cache`."""
-    wanted = dependencies_hash(directory)
-    if wanted == dependencies_hash(root):
-        return sys.executable
-    environment = cache / wanted
-    python = environment / "bin" / "python"
-    if not (environment / "complete").exists():
-        shutil.rmtree(environment, ignore_errors=True)
-        constraints = directory / "constraints.txt"
-        pinned = ["-c", str(constraints)] if constraints.exists() else []
-        _install([sys.executable, "-m", "venv", str(environment)])
-        _install([str(python), "-m", "pip", "install", "--quiet", *pinned, *_dependencies(directory)])
-        (environment / "complete").touch()
-    return str(python)
-
-
-def dependencies_hash(directory: Path) -> str:
-    """Of what a checkout asks for: equal hashes may share an environment."""
-    constraints = directory / "constraints.txt"
-    lines = constraints.read_text().splitlines() if constraints.exists() else []
-    pinned = sorted(line for line in lines if line.strip() and not line.startswith("#"))
-    return hashlib.sha256(json.dumps([pinned, _dependencies(directory)]).encode()).hexdigest()[:16]
 
 
 def segment_of(
@@ -172,10 +115,10 @@ def compare(
     `planted`: flags of the candidate only. Files of the segments go to `directory`. Raises SideError.
     """
     root = Path.cwd()
-    with baseline_side(commit, root=root, cache=cache) as baseline:
+    with baseline_side(commit, root=root, cache=cache, tell=tell) as base:
         candidate = Side(name="candidate", directory=root, python=sys.executable, planted=planted)
         segment = segment_of(spec, directory, timeout_seconds=timeout_seconds, busy_counts=busy_counts)
-        pairs = Pairs((baseline, candidate), segment, tell=tell)
+        pairs = Pairs((base, candidate), segment, tell=tell)
 
         def next_pairs(count: int) -> Iterator[Pair]:
             for pair in pairs(count):
@@ -197,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cache=options.cache,
             timeout_seconds=options.timeout_seconds,
             tell=_tell,
-            rule=gate.Rule(first_pairs=options.pairs, max_pairs=options.pairs) if options.pairs else gate.DEFAULT,
+            rule=gate.rule_for(tolerance=options.tolerance, pairs=options.pairs),
             planted=planted(options.burn_share),
             busy_counts=options.busy_counts,
             heard=lambda pair: _print(dataclasses.asdict(pair)),
@@ -205,9 +148,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SideError as error:
         _tell(f"error: {error}")
         return 1
+    except Terminated:
+        _tell("ended by SIGTERM; the worktree is removed")
+        return 128 + signal.SIGTERM
     _print(dataclasses.asdict(verdict))
     _tell(verdict.sentence)
+    if verdict.kind is Kind.WIN and not options.burn_share:
+        _record(options)
     return verdict.kind.exit_code
+
+
+def _record(options: argparse.Namespace) -> None:
+    """Measure the working tree and write its baseline, ready to commit; says why where that cannot be."""
+    spec = workload(options.gpus, segment_seconds=options.segment_seconds, environment=os.environ)
+
+    def one(number: int, attempt: int) -> Measurement:
+        directory = options.output / f"baseline-{number}-{attempt}"
+        return measurement.measure(spec, directory, timeout_seconds=options.timeout_seconds)
+
+    numbers = range(1, baseline.MEASUREMENTS + 1)
+    _tell(f"measuring {len(numbers)} times for the new baseline")
+    found = [measurement.measure_until_valid(partial(one, number), tell=_tell)[-1] for number in numbers]
+    try:
+        _tell(f"baseline written, commit it: {baseline.record(found, options.baselines)}")
+    except baseline.BaselineError as error:
+        _tell(str(error))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -221,6 +186,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/ab"), metavar="DIR", help="files of the segments (runs/ab)")
     parser.add_argument("--cache", type=Path, default=CACHE, help="environments of baselines")
     parser.add_argument("--timeout-seconds", type=float, default=1500.0, help="of each process (default 1500)")
+    parser.add_argument("--tolerance", type=float, default=gate.DEFAULT.tolerance, metavar="X", help=TOLERANCE_HELP)
+    parser.add_argument(
+        "--baselines", type=Path, default=baseline.DIRECTORY, metavar="DIR", help="where a WIN writes the new baseline"
+    )
     parser.add_argument("--burn-share", type=float, default=0.0, metavar="X", help="plant a slowdown in the candidate")
     parser.add_argument(
         "--busy-counts", action="store_true", help="other processes on the CPUs make no segment INVALID: pairs share the noise"
@@ -231,37 +200,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--gpus and --segment-seconds: use positive numbers, or --gpus 0 for the CPU workload")
     if (options.pairs is not None and options.pairs < 2) or not 0 <= options.burn_share < 1:
         parser.error("--pairs: at least 2; --burn-share: at least 0 and below 1")
+    if not 0 < options.tolerance < 1:
+        parser.error(f"--tolerance {options.tolerance}: use a share above 0 and below 1, for instance 0.05 on a noisy machine")
     if options.output.exists() and any(options.output.iterdir()):
         parser.error(f"--output {options.output} is not empty: name a new directory")
     options.output = options.output.absolute()
     return options
-
-
-def _dependencies(directory: Path) -> list[str]:
-    try:
-        content: dict[str, Any] = tomllib.loads((directory / "pyproject.toml").read_text())
-        return sorted(content["project"]["dependencies"])
-    except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
-        raise SideError(f"{directory} has no pyproject.toml with project.dependencies ({error})") from error
-
-
-def _install(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_INSTALL_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SideError(f"{' '.join(command)}: {error}") from error
-    if done.returncode != 0:
-        raise SideError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-
-
-def _git(root: Path, *arguments: str, what: str) -> str:
-    git = shutil.which("git")
-    if git is None:
-        raise SideError("a baseline commit needs git, which is not installed")
-    done = subprocess.run((git, *arguments), cwd=root, capture_output=True, text=True, check=False, timeout=_GIT_SECONDS)
-    if done.returncode != 0:
-        raise SideError(f"{what}: {done.stderr.strip()}")
-    return done.stdout.strip()
 
 
 def _does_not_run(side: Side, failure: dict[str, Any]) -> str:

@@ -44,8 +44,8 @@ class Store(Protocol):
 def accept(nights: Iterable[Night], *, reason: str, author: str, time: datetime, since: datetime | None = None) -> Acceptance:
     """The record that accepts the present level of one series.
 
-    Without `since` the new level begins with the first of the latest red nights (SUSPECT or FAIL), or with the latest valid
-    night when that is not red. Raises ValueError without a reason, without a valid night, or with a `since` after the last.
+    Without `since` the new level begins with the first of the latest red nights (SUSPECT, FAIL or HARDWARE), or with the latest
+    valid night when that is not red. Raises ValueError without a reason, without a valid night, or with a `since` after the last.
     """
     if not reason.strip():
         raise ValueError("an acceptance needs a reason: say why the new level is right")
@@ -55,7 +55,7 @@ def accept(nights: Iterable[Night], *, reason: str, author: str, time: datetime,
     last = valid[-1].night
     first = last
     for verdict in reversed(valid):
-        if verdict.kind not in {Kind.SUSPECT, Kind.FAIL}:
+        if verdict.kind not in {Kind.SUSPECT, Kind.FAIL, Kind.HARDWARE}:
             break
         first = verdict.night
     if since is not None and since > last.time:

@@ -1,7 +1,8 @@
 """Baselines in the repository: `regression/baselines/NAME.json`, one file a series, written ready to commit.
 
-A file holds measurements without their steps. Only the file of the present series is opened, so files of other machines,
-or of an earlier format, do not disturb.
+A file holds several measurements without their steps: one alone says nothing about its noise (`regression.watch` has the rule).
+They are the level that is judged by, whatever they look like beside earlier ones. Only the file of the present series is
+opened, so files of other machines, or of an earlier format, do not disturb; `earlier_formats` names the latter.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from regression.history import night_of
 from regression.measurement import Measurement
+from regression.watch import MIN_NIGHTS
 
+MEASUREMENTS = 5  # of a new baseline: a limit of 4.1 standard deviations
 DIRECTORY = Path(__file__).parent / "baselines"
 SCHEMA_VERSION = 1
 
@@ -42,20 +47,46 @@ def load(series: str, directory: Path = DIRECTORY) -> list[Measurement]:
     return found
 
 
-def record(measured: Measurement, directory: Path = DIRECTORY) -> Path:
-    """Write the baseline of the measurement's series anew; returns the file. Raises BaselineError if it does not count."""
-    if measured.invalid or measured.failure or measured.per_device is None:
-        reasons = "; ".join(measured.invalid) or str((measured.failure or {}).get("type", "no throughput"))
-        raise BaselineError(f"not recorded: the measurement does not count ({reasons})")
-    path = path_of(measured.series, directory)
+def record(measured: Sequence[Measurement], directory: Path = DIRECTORY) -> Path:
+    """Write the baseline of a series anew from those of its measurements that count; returns the file.
+
+    Raises BaselineError if fewer than three count (or fewer than were given, where that is less), or they are of several series.
+    """
+    why_not = {one.time: night_of(one).invalid for one in measured}
+    counting = [one for one in measured if not why_not[one.time]]
+    needed = max(1, min(len(measured), MIN_NIGHTS))
+    if len(counting) < needed:
+        reasons = sorted({reason for found in why_not.values() for reason in found})
+        raise BaselineError(
+            f"not recorded: {len(counting)} of {len(measured)} measurements count, {needed} are needed ({'; '.join(reasons)})"
+        )
+    if len({one.series for one in counting}) > 1:
+        raise BaselineError(f"not recorded: the machine changed between the measurements: {sorted({m.series for m in counting})}")
+    path = path_of(counting[0].series, directory)
     content = {
         "schema_version": SCHEMA_VERSION,
-        "series": measured.series,
-        "measurements": [dataclasses.replace(measured, steps={}).to_record()],
+        "series": counting[0].series,
+        "measurements": [dataclasses.replace(one, steps={}).to_record() for one in counting],
     }
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return path
+
+
+def earlier_formats(directory: Path = DIRECTORY) -> list[str]:
+    """A sentence for each file in the directory that no series finds, whatever the machine: it is no baseline of this version."""
+    found = []
+    for path in sorted(directory.glob("*.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            found.append(f"{path.name}: no JSON, no series finds it")
+            continue
+        if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
+            lacks = [key for key in ("series", "measurements") if not isinstance(content, dict) or key not in content]
+            why = f"lacks {' and '.join(lacks)}" if lacks else "is of another version"
+            found.append(f"{path.name}: in another format ({why}), no series finds it: record a baseline on that machine")
+    return found
 
 
 def clock_mhz(history: list[Measurement]) -> float | None:

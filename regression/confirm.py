@@ -13,6 +13,7 @@ from typing import Any
 from regression import ab
 from regression.history import History, nights
 from regression.measurement import Measurement
+from regression.sides import CACHE
 from regression.spec import workload
 from regression.verdict import Kind
 from regression.watch import replay
@@ -52,10 +53,10 @@ def run_gate(
     planted: tuple[str, ...],
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The gate's verdict on the working tree against `commit`, as JSON values. Raises ab.SideError."""
+    """The gate's verdict on the working tree against `commit`, as JSON values. Raises SideError."""
     spec = workload(gpus, segments=1, segment_seconds=segment_seconds, environment=os.environ)
     verdict = ab.compare(
-        commit, spec, directory, cache=ab.CACHE, timeout_seconds=timeout_seconds, tell=tell, planted=planted,
+        commit, spec, directory, cache=CACHE, timeout_seconds=timeout_seconds, tell=tell, planted=planted,
         heard=lambda pair: tell(f"pair {pair.number}: {pair.baseline:,.1f} baseline, {pair.candidate:,.1f} candidate"),
     )  # fmt: skip
     return {**dataclasses.asdict(verdict), "baseline": commit}

@@ -16,13 +16,14 @@ import pytest
 
 from dflash.config import ConfigError
 from diagnostics import environment
-from regression import baseline
+from regression import baseline, gate, pairing
 from regression.decision import judge
 from regression.history import History, read
 from regression.laws import Outcome, problems
 from regression.measurement import ATTEMPTS, Measurement, measure_until_valid
 from regression.measurement import measure as run_and_measure
 from regression.probing import probe
+from regression.sides import SideError
 from regression.spec import SEGMENTS, RunSpec, planted, workload
 from regression.store import Store
 from regression.verdict import Kind
@@ -49,6 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--baselines", type=Path, default=baseline.DIRECTORY, metavar="DIR", help="baselines (default: the committed)"
     )
     group.addoption("--record-baseline", action="store_true", help="write the baseline of this machine, ready to commit")
+    group.addoption(
+        "--baseline-measurements", type=int, default=baseline.MEASUREMENTS, metavar="N",
+        help=f"of a new baseline (default {baseline.MEASUREMENTS}; fewer make a wider limit, under 3 nothing fails by it)",
+    )  # fmt: skip
+    pairing.add_options(group)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,9 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("regression/ measures throughput: run it without -n, runs side by side slow each other down")
     if config.getoption("--attempts") < 1:
         raise pytest.UsageError(f"--attempts {config.getoption('--attempts')}: use at least 1")
+    if config.getoption("--baseline-measurements") < 1:
+        raise pytest.UsageError(f"--baseline-measurements {config.getoption('--baseline-measurements')}: use at least 1")
     try:
         chosen_workload(config)
-    except ConfigError as error:
+        pairing.check_options(config)
+    except (ConfigError, SideError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
 
 
@@ -88,7 +97,9 @@ def history(request: pytest.FixtureRequest, spec: RunSpec) -> History:
     directory = request.config.getoption("--store")
     found = History() if directory is None else read(Store(directory), series)
     request.config.stash[_verdicts] += [f"history: {problem}" for problem in found.unread]
-    return found.with_measurements(baseline.load(series, request.config.getoption("--baselines")))
+    baselines = request.config.getoption("--baselines")
+    request.config.stash[_verdicts] += [f"baseline: {sentence}" for sentence in baseline.earlier_formats(baselines)]
+    return found.with_baseline(baseline.load(series, baselines))
 
 
 @pytest.fixture(scope="session")
@@ -97,6 +108,7 @@ def measure_anew(
 ) -> Callable[[str], Measurement]:
     """Measures the workload in a fresh process: the first time that counts, or the last attempt. Takes a directory's name."""
     told = request.config.stash[_verdicts]
+    in_pairs = request.config.getoption("--baseline-commit") is not None
 
     def measure(name: str) -> Measurement:
         directory = tmp_path_factory.mktemp(name)
@@ -109,7 +121,8 @@ def measure_anew(
                 baseline_clock_mhz=baseline.clock_mhz(list(history.measurements)),
             )
 
-        tried = measure_until_valid(one, attempts=request.config.getoption("--attempts"), tell=told.append)
+        attempts = 1 if in_pairs and name == "measured" else request.config.getoption("--attempts")  # the pairs judge
+        tried = measure_until_valid(one, attempts=attempts, tell=told.append)
         store = request.config.getoption("--store")
         if store is not None:
             for measurement in tried:
@@ -129,11 +142,41 @@ def measured(measure_anew: Callable[[str], Measurement]) -> Measurement:
 def confirmed(
     request: pytest.FixtureRequest, measured: Measurement, history: History, measure_anew: Callable[[str], Measurement]
 ) -> tuple[Measurement, History]:
-    """What the throughput is judged by. A measurement below the limit is only suspect: then it is a second one after it."""
-    if judge(measured, history).kind is not Kind.SUSPECT:
-        return measured, history
-    request.config.stash[_verdicts].append(f"{measured.per_device:,.1f} tok/s per device is suspect: measured a second time")
-    return measure_anew("again"), history.with_measurements([measured])
+    """What the throughput is judged by. A measurement that is suspect, or on a changed machine, is made again after it."""
+    tried, most = [measured], max(2, request.config.getoption("--attempts"))
+    while len(tried) < most:
+        verdict = judge(tried[-1], history.with_measurements(tried[:-1]))
+        if verdict.kind not in {Kind.SUSPECT, Kind.HARDWARE}:
+            break
+        request.config.stash[_verdicts].append(
+            f"measurement {len(tried)} of at most {most}, {tried[-1].per_device:,.1f} tok/s per device, measured again: "
+            f"{verdict.sentence}"
+        )
+        tried.append(measure_anew(f"again-{len(tried)}"))
+    return tried[-1], history.with_measurements(tried[:-1])
+
+
+@pytest.fixture(scope="session")
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> gate.Verdict:
+    """The gate's verdict on the working tree against `--baseline-commit`, in pairs."""
+    directory = tmp_path_factory.mktemp("pairs")
+    return pairing.compare(
+        request.config, directory, timeout_seconds=RUN_TIMEOUT_SECONDS, tell=request.config.stash[_verdicts].append
+    )
+
+
+@pytest.fixture(scope="session")
+def record_new_baseline(
+    request: pytest.FixtureRequest, measured: Measurement, measure_anew: Callable[[str], Measurement]
+) -> Callable[[], Path]:
+    """Measures as often as a baseline asks for and writes it. Raises BaselineError."""
+
+    def record() -> Path:
+        numbers = range(2, request.config.getoption("--baseline-measurements") + 1)
+        found = [measured, *(measure_anew(f"baseline-{number}") for number in numbers)]
+        return baseline.record(found, request.config.getoption("--baselines"))
+
+    return record
 
 
 @pytest.fixture(scope="session")

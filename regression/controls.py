@@ -1,22 +1,25 @@
-"""Control workloads: fixed work without any of our code, run beside each measurement in a process of their own.
+"""Control workloads: fixed work without any of our code, in a process of its own right before and right after each measurement.
 
-When they move as much as the throughput does, the hardware changed; when they stand still, it is the code or the method.
-On GPUs: a bf16 matmul and a device copy on each GPU, and an all-reduce over all of them where there are several. On a CPU: a
-float32 matmul and a copy of numpy. `python -m regression.controls [--gpus N]` prints one JSON line of rates, larger is better;
-of several GPUs the slowest counts.
+They never run beside the workload, so that a slower workload cannot slow them, nor leave them more of the machine. The watch
+(`regression.watch`) divides a throughput by their speed. On GPUs: a bf16 matmul and a device copy on each GPU, and an
+all-reduce over all of them where there are several. On a CPU: a loop of the interpreter, a float32 matmul and a copy of numpy.
+`python -m regression.controls [--gpus N]` prints one JSON line of rates, larger is better; of several GPUs the slowest counts.
+
+Known limit: what changes only while the workload runs (a neighbour that came and went) is not seen by them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -24,51 +27,47 @@ from regression.child import ChildFailed, Place, run_json
 from regression.spec import RunSpec
 
 ROUNDS = 7
-NOISE = 0.02  # a change within it is noise
+_LOOPS = 1_000_000
 _TIMEOUT_SECONDS = 300.0
-Cause = Literal["code", "method", "hardware", "noise"]
 
 
-def run(spec: RunSpec, directory: Path) -> dict[str, float]:
-    """The controls on the GPUs (or the CPU) of `spec`, in a fresh process; empty when they failed, as `controls.log` says."""
+def run(spec: RunSpec, directory: Path, when: str) -> dict[str, float]:
+    """The controls on the GPUs (or the CPU) of `spec`, in a fresh process; empty when they failed (`controls-WHEN.log`)."""
     command = [sys.executable, "-m", "regression.controls", "--gpus", str(spec.gpus)]
+    log = directory / f"controls-{when}.log"
     try:
-        child = run_json(
-            command, log=directory / "controls.log", timeout_seconds=_TIMEOUT_SECONDS, place=Place(variables=spec.variables)
-        )
+        child = run_json(command, log=log, timeout_seconds=_TIMEOUT_SECONDS, place=Place(variables=spec.variables))
     except ChildFailed:
         return {}
     return {name: float(value) for name, value in child.result.items()}
 
 
-def put_down_to(
-    rate: float, controls: Mapping[str, float], earlier: Sequence[tuple[float, Mapping[str, float]]], *, same_method: bool
-) -> Cause:
-    """What a changed throughput is due to, given earlier throughputs and their controls.
-
-    Noise: within 2 % of the median. Method: what is timed has changed. Hardware: some control moved in the same direction by
-    at least half as much. Else the code.
-    """
-    change = rate / statistics.median(value for value, _ in earlier) - 1
-    if abs(change) <= NOISE:
-        return "noise"
-    if not same_method:
-        return "method"
-    for name, value in controls.items():
-        known = [one[name] for _, one in earlier if name in one]
-        moved = value / statistics.median(known) - 1 if known else 0.0
-        if abs(moved) > NOISE and moved * change > 0 and abs(moved) >= abs(change) / 2:
-            return "hardware"
-    return "code"
+def between(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """The rates of what ran before and after: geometric means. Empty where the two did not run the same."""
+    if before.keys() != after.keys():
+        return {}
+    return {name: math.sqrt(rate * after[name]) for name, rate in before.items()}
 
 
 def cpu_rates() -> dict[str, float]:
-    """GFLOP/s of a 512 x 512 float32 matmul, GB/s of copying 64 MiB: each the median of 7 rounds."""
+    """Million rounds of a loop, GFLOP/s of a 512 x 512 float32 matmul, GB/s of copying 64 MiB: each the median of 7 rounds."""
     matrix = np.ones((512, 512), dtype=np.float32)
     source, target = np.ones(2**24, dtype=np.float32), np.empty(2**24, dtype=np.float32)
+    loop = _median_seconds(_loop, inner=1)
     matmul = _median_seconds(lambda: matrix @ matrix, inner=10)
     copy = _median_seconds(lambda: np.copyto(target, source), inner=4)
-    return {"numpy_matmul_gflops": 2 * 512**3 / matmul / 1e9, "numpy_copy_gb_per_second": 2 * source.nbytes / copy / 1e9}
+    return {
+        "python_loop_million_per_second": _LOOPS / loop / 1e6,
+        "numpy_matmul_gflops": 2 * 512**3 / matmul / 1e9,
+        "numpy_copy_gb_per_second": 2 * source.nbytes / copy / 1e9,
+    }
+
+
+def _loop() -> int:
+    total = 0
+    for number in range(_LOOPS):
+        total += number & 7
+    return total
 
 
 def gpu_rates(gpus: int) -> dict[str, float]:

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from regression.controls import Cause, put_down_to
 from regression.history import History, night_of, nights
 from regression.laws import LAWS, Outcome, probed
 from regression.measurement import Measurement
@@ -35,29 +34,21 @@ def judge(measured: Measurement, history: History) -> NightVerdict:
     """What the watch says about a measurement, in `history` or not, by the earlier nights of its series."""
     ordered = nights(history, measured.series, tonight=measured)
     tonight = night_of(measured, despite_problems=True)
-    place = next(place for place, night in enumerate(ordered) if replace(night, accepted="", gate=None) == tonight)
+    place = next(
+        place for place, night in enumerate(ordered) if replace(night, accepted="", gate=None, recorded=False) == tonight
+    )
     return replay(ordered[: place + 1])[-1]
 
 
 def outcome_of(verdict: NightVerdict, measured: Measurement, history: History) -> Outcome:
-    """The verdict as the outcome of a law. A fall is put down to what the control workloads say."""
+    """The verdict as the outcome of a law."""
     kind = {0: "PASS", 1: "FAIL", 3: "INSUFFICIENT"}[verdict.kind.exit_code]
     sentence = verdict.sentence.removeprefix(f"{kind}: ")
     if verdict.night.value is not None and verdict.kind is not Kind.INVALID:
         sentence = f"{verdict.night.value:,.1f} tok/s per device, {sentence}"
-    if verdict.is_below:
-        sentence += f"; put down to: {cause(measured, verdict, history)}"
+    if verdict.kind in {Kind.SUSPECT, Kind.FAIL}:
+        sentence += _method_changed(measured, history)
     return Outcome(kind=kind, sentence=sentence)  # type: ignore[arg-type]  # one of the three above
-
-
-def cause(measured: Measurement, verdict: NightVerdict, history: History) -> Cause:
-    """What a fall is put down to, from the control workloads beside each measurement at the level before."""
-    limit = verdict.limit or 0.0
-    earlier = [one for one in history.of(measured.series) if not night_of(one).invalid and _rate(one) >= limit]
-    if not earlier:
-        return "code"
-    methods = {one.result.get("measure", {}).get("method") for one in (measured, *earlier)}
-    return put_down_to(_rate(measured), measured.controls, _known(earlier), same_method=len(methods) == 1)
 
 
 def outcomes(measured: Measurement, history: History) -> dict[str, Outcome]:
@@ -82,9 +73,6 @@ def worst(found: Mapping[str, Outcome]) -> str:
     return "FAIL" if "FAIL" in kinds else "INSUFFICIENT" if "INSUFFICIENT" in kinds else "PASS"
 
 
-def _known(measurements: Sequence[Measurement]) -> list[tuple[float, dict[str, float]]]:
-    return [(_rate(one), one.controls) for one in measurements]
-
-
-def _rate(measured: Measurement) -> float:
-    return measured.per_device or 0.0
+def _method_changed(measured: Measurement, history: History) -> str:
+    methods = {one.result.get("measure", {}).get("method") for one in (measured, *history.of(measured.series))}
+    return "; what is timed has changed since: record a new baseline" if len(methods) > 1 else ""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scipy.special import stdtr, stdtrit
 
@@ -82,6 +82,12 @@ class Rule:
 
 
 DEFAULT = Rule()
+
+
+def rule_for(*, tolerance: float = DEFAULT.tolerance, pairs: int | None = None) -> Rule:
+    """The default rule with another tolerance (failing begins at three quarters of it), or with exactly so many pairs."""
+    rule = replace(DEFAULT, tolerance=tolerance, fail_loss=tolerance * DEFAULT.fail_loss / DEFAULT.tolerance)
+    return replace(rule, first_pairs=pairs, max_pairs=pairs) if pairs else rule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ class History:
     acceptances: Sequence[Acceptance] = ()
     notes: Sequence[dict[str, Any]] = ()  # records of kind "night"
     alerts: Sequence[MissingNight] = ()  # that were told already
+    recorded: Sequence[Measurement] = ()  # of a recorded baseline
     unread: Sequence[str] = field(default=(), compare=False)  # a sentence for each record that was skipped
 
     def of(self, series: str) -> list[Measurement]:
@@ -45,6 +46,11 @@ class History:
     def with_measurements(self, more: Iterable[Measurement]) -> History:
         """This history and `more`, which may be in it already."""
         return replace(self, measurements=(*self.measurements, *more))
+
+    def with_baseline(self, recorded: Iterable[Measurement]) -> History:
+        """This history and a recorded baseline, whose measurements may be in it already."""
+        found = tuple(recorded)
+        return replace(self, measurements=(*self.measurements, *found), recorded=found)
 
 
 def read(store: Store, series: str | None = None) -> History:
@@ -80,13 +86,18 @@ def night_of(measured: Measurement, *, gate: Kind | None = None, despite_problem
         value=measured.per_device,
         invalid=tuple(reasons),
         gate=gate,
+        controls=tuple(sorted(measured.controls.items())),
     )
 
 
 def nights(history: History, series: str, tonight: Measurement | None = None) -> list[Night]:
     """The nights of one series by time, accepted levels marked; `tonight` is judged even where its run had problems."""
+    recorded = {(one.series, one.time) for one in history.recorded}
     found = [
-        night_of(one, gate=_gate(history, one), despite_problems=tonight is not None and _are_one(one, tonight))
+        replace(
+            night_of(one, gate=_gate(history, one), despite_problems=tonight is not None and _are_one(one, tonight)),
+            recorded=(one.series, one.time) in recorded,
+        )
         for one in (*history.of(series), *([tonight] if tonight else []))
     ]
     return mark(found, history.acceptances)

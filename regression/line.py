@@ -183,6 +183,7 @@ _SHAPES = {
     Kind.FAIL: _square,
     Kind.SUSPECT: _triangle,
     Kind.CLEARED: _diamond,
+    Kind.HARDWARE: _diamond,
     Kind.INVALID: _cross,
 }
 

@@ -41,7 +41,7 @@ class Measurement:
     invalid: tuple[str, ...]  # reasons why the throughput does not count
     failure: dict[str, Any] | None = None  # type and message of what ended a run without a result
     state: dict[str, Any] = field(default_factory=dict)  # `validity.summary`
-    controls: dict[str, float] = field(default_factory=dict)  # rates of `regression.controls`
+    controls: dict[str, float] = field(default_factory=dict)  # rates of `regression.controls`, mean of before and after
     interval: dict[str, Any] | None = None  # `interval.Interval` of tokens per second per device
     steps: dict[str, list[float]] = field(default_factory=dict)  # every step: see `dflash.measuring`
 
@@ -88,7 +88,7 @@ def measure(
     directory.mkdir(parents=True)
     output, log = directory / "run", directory / "stderr.log"
     started, before = datetime.now(UTC).isoformat(timespec="seconds"), environment.fingerprint()
-    rates = controls.run(spec, directory) if with_controls else {}
+    speeds = [controls.run(spec, directory, "before") if with_controls else {}]
     result: dict[str, Any] = {}
     returncode, seconds, failure = 1, 0.0, None
     with Sampler(spec.visible if spec.gpus else None) as sampler:
@@ -99,6 +99,8 @@ def measure(
             failure = _failure(output, error)
         else:
             result, returncode, seconds = child.result, child.returncode, child.seconds
+    speeds.append(controls.run(spec, directory, "after") if with_controls else {})
+    rates = controls.between(*speeds)
     shutil.rmtree(output / "checkpoints", ignore_errors=True)
     segments = result.get("measure", {}).get("segments") or []
     samples = validity.window(sampler.samples, segments[0]["began"], segments[-1]["ended"]) if segments else []
@@ -125,9 +127,10 @@ def measure(
         state={
             **validity.summary(samples),
             "xids_unobserved": sampler.xids_unobserved,
+            "controls_before_after": speeds,
             "controls_unobserved": None
             if rates or not with_controls
-            else f"the control workloads failed: see {directory / 'controls.log'}",
+            else f"the control workloads failed: see {directory}/controls-*.log",
         },
         controls=rates,
         interval=_interval(steps, result),

@@ -26,13 +26,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from regression import baseline, caches, confirm, laws, mirror, report
-from regression.ab import SideError
 from regression.child import ChildFailed
 from regression.decision import exit_code, judge, outcomes
 from regression.history import History, alert_record, by_workload, read
 from regression.measurement import ATTEMPTS, Measurement, measure, measure_until_valid
 from regression.probing import probe, worth_keeping
 from regression.secondary import missing_nights
+from regression.sides import SideError
 from regression.spec import RunSpec, planted, workload
 from regression.store import Store
 

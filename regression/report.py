@@ -41,7 +41,7 @@ _LISTED_NIGHTS = 10
 _TOLD = 10  # records that could not be read
 _LEGEND = (
     (Kind.PASS, "passed"), (Kind.SUSPECT, "suspect"), (Kind.FAIL, "failed"), (Kind.CLEARED, "the machine, says the gate"),
-    (Kind.INVALID, "invalid"),
+    (Kind.HARDWARE, "the machine changed, say the controls"), (Kind.INVALID, "invalid"),
 )  # fmt: skip
 
 

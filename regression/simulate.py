@@ -9,6 +9,8 @@ What decides here is the production code (`gate.decide`, `watch.replay`); only t
 
 An *alarm* is the first FAIL of a row of FAILs. A change is *caught within 2 nights* when one of its first two nights is FAIL.
 
+`regression.simulate_machine` has the lines about a machine whose speed wanders, with and without control workloads.
+
 The bounds hold for the rules as they are used. Two of them cannot be met otherwise, and the table shows by how much:
 
 - The gate with a FAIL threshold equal to the tolerance finds a true loss of 2 % with probability 0.65: see `regression.gate`.
@@ -36,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from regression import gate, watch
+from regression import simulate_machine as wandering
 from regression.gate import Pair, Rule
 from regression.verdict import Kind
 from regression.watch import Night
@@ -44,6 +47,7 @@ NIGHT_SD, CORRELATION, OUTLIERS = 0.01, 0.3, 0.03
 SEGMENT_SD, DRIFT = 0.005, 0.001
 _HISTORY = watch.WINDOW
 _SERIES, _WATCHED, _STEPS, _GATES = 300, 250, 1000, 2000
+_FRONTS, _MACHINES, _WANDERING_NIGHTS = 1000, 60, 100
 _START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -66,21 +70,27 @@ class Result:
 
 
 def gate_rate(
-    rule: Rule, loss: float, kind: Kind, generator: np.random.Generator, runs: int | None = None
+    rule: Rule,
+    loss: float,
+    kind: Kind,
+    generator: np.random.Generator,
+    runs: int | None = None,
+    *,
+    segment_sd: float = SEGMENT_SD,
 ) -> tuple[float, float]:
     """How often the gate says `kind` when the candidate is slower by `loss`, and the standard error."""
     runs = runs or _GATES
-    found = sum(gate.decide(source(loss, generator), rule).kind is kind for _ in range(runs))
+    found = sum(gate.decide(source(loss, generator, segment_sd), rule).kind is kind for _ in range(runs))
     return _share(found, runs)
 
 
-def source(loss: float, generator: np.random.Generator) -> Callable[[int], list[Pair]]:
+def source(loss: float, generator: np.random.Generator, segment_sd: float = SEGMENT_SD) -> Callable[[int], list[Pair]]:
     """Pairs of segments in ABBA order, with noise and drift."""
     done = 0
 
     def next_pairs(count: int) -> list[Pair]:
         nonlocal done
-        noise = generator.normal(0, SEGMENT_SD, size=(count, 2))
+        noise = generator.normal(0, segment_sd, size=(count, 2))
         pairs = []
         for number, (baseline, candidate) in enumerate(noise.tolist(), start=done + 1):
             first, second = -DRIFT * 2 * number, -DRIFT * (2 * number + 1)
@@ -167,6 +177,41 @@ def simulate(seed: int) -> Iterator[Result]:
     yield _result(f"{alone}, 4 of 5 outliers INVALID: alarms per 100 nights", few)
     for loss in (0.03, 0.05, 0.1):
         yield _result(f"{alone}: -{loss:.0%} caught within 2 nights", catch_rate(loss, generator, gated=False))
+    yield from simulate_machine(generator)
+
+
+def simulate_machine(generator: np.random.Generator) -> Iterator[Result]:
+    """The lines about a machine whose speed wanders (`regression.simulate_machine`)."""
+
+    def front(kinds: set[Kind], loss: float, machine: float, *, controls: bool = True, sd: float = 0.01) -> tuple[float, float]:
+        found = [wandering.front_kind(loss, machine, generator, controls=controls, sd=sd) for _ in range(_FRONTS)]
+        return _share(sum(kind in kinds for kind in found), _FRONTS)
+
+    fails, counts = {Kind.FAIL}, {Kind.PASS}
+    yield _result("front: equal code fails", front(fails, 0.0, 1.0), at_most=0.01)
+    yield _result("front, machine 10 % slower: equal code fails", front(fails, 0.0, 0.9), at_most=0.01)
+    yield _result("the same without controls", front(fails, 0.0, 0.9, controls=False))
+    yield _result("front: -10 % fails", front(fails, 0.1, 1.0), at_least=0.9)
+    yield _result("front, machine 10 % slower: -10 % fails", front(fails, 0.1, 0.9), at_least=0.9)
+    yield _result("front, machine 10 % faster: -10 % passes", front(counts, 0.1, 1.1), at_most=0.1)
+    yield _result("the same without controls", front(counts, 0.1, 1.1, controls=False))
+    yield _result("front, noise of 5 %: equal code fails", front(fails, 0.0, 1.0, sd=0.05), at_most=0.01)
+    yield _result("front, noise of 5 %: -10 % fails", front(fails, 0.1, 1.0, sd=0.05))
+    for loss, bound in ((0.0, 0.005), (0.1, None)):
+        runs = _GATES * (1 if loss else 10)  # the share of alarms is close to its bound: the noise alone decides there
+        rate = gate_rate(gate.DEFAULT, loss, Kind.FAIL, generator, runs, segment_sd=0.05)
+        yield _result(f"gate, segments of 5 % noise: -{loss:.0%} fails", rate, at_most=bound)
+    for controls in (True, False):
+        found = [wandering.alarms(generator, controls=controls, watched=_WANDERING_NIGHTS) for _ in range(_MACHINES)]
+        name = f"wandering machine, watch {'with' if controls else 'without'} controls"
+        yield _result(f"{name}: alarms per 100 nights", _per_100([one for one, _ in found]), at_most=0.2 if controls else None)
+        yield _result(f"{name}: undecided nights of 100", _per_100([one for _, one in found]))
+
+
+def _per_100(counts: Sequence[int]) -> tuple[float, float]:
+    """Of counts in simulated machines: per 100 nights, and the standard error."""
+    rates = np.array(counts) * 100 / _WANDERING_NIGHTS
+    return float(rates.mean()), max(float(rates.std(ddof=1) / math.sqrt(_MACHINES)), 100 / (_MACHINES * _WANDERING_NIGHTS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

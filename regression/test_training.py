@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from regression import baseline, laws
+from regression import laws
 from regression.baseline import BaselineError
 from regression.decision import decide
+from regression.gate import Verdict
 from regression.laws import Outcome
 from regression.measurement import Measurement
+from regression.verdict import Kind
 
 # The first item waits for whole processes, which have their own time-outs.
 pytestmark = pytest.mark.timeout(3 * 3600)
@@ -43,19 +45,38 @@ def test_throughput_has_not_fallen(
     record_property("measured_tokens_per_second_per_device", measured.per_device)
     record_property("series", measured.series)
     if request.config.getoption("--record-baseline"):
-        hold(recorded(measured, request.config.getoption("--baselines")))
+        hold(recorded(request.getfixturevalue("record_new_baseline")))
+        return
+    if request.config.getoption("--baseline-commit"):
+        verdict = request.getfixturevalue("compared")
+        for name in ("loss", "interval", "p", "pairs"):
+            record_property(name, getattr(verdict, name))
+        hold(
+            in_pairs(
+                verdict, None if request.config.getoption("--burn-share") else request.getfixturevalue("record_new_baseline")
+            )
+        )
         return
     last, history = request.getfixturevalue("confirmed")  # may measure a second time
     record_property("judged_tokens_per_second_per_device", last.per_device)
     hold(decide(last, history, record=record_command))
 
 
-def recorded(measured: Measurement, directory: Path) -> Outcome:
-    """Write the baseline, where the measurement counts."""
+def recorded(record: Callable[[], Path]) -> Outcome:
+    """Write the baseline, where enough measurements count."""
     try:
-        return Outcome(kind="PASS", sentence=f"baseline written, commit it: {baseline.record(measured, directory)}")
+        return Outcome(kind="PASS", sentence=f"baseline written, commit it: {record()}")
     except BaselineError as error:
         return Outcome(kind="INSUFFICIENT", sentence=str(error))
+
+
+def in_pairs(verdict: Verdict, record: Callable[[], Path] | None) -> Outcome:
+    """The gate's verdict. A WIN writes the new baseline; without `record` (a planted slowdown) nothing is written."""
+    kind: Any = {0: "PASS", 1: "FAIL", 3: "INSUFFICIENT"}[verdict.kind.exit_code]
+    sentence = verdict.sentence.removeprefix(f"{kind}: ")
+    if verdict.kind is Kind.WIN:
+        sentence += f". {recorded(record).sentence}" if record else ". Nothing is written: a slowdown was planted"
+    return Outcome(kind=kind, sentence=sentence)
 
 
 def test_training_meets_no_fx_error(measured: Measurement, hold: Hold) -> None:

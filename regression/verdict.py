@@ -13,6 +13,7 @@ class Kind(StrEnum):
     FAIL = "FAIL"
     SUSPECT = "SUSPECT"  # one night below the limit, not confirmed yet
     CLEARED = "CLEARED"  # below the limit, but the baseline build is as slow tonight: the machine, not the code
+    HARDWARE = "HARDWARE"  # throughput and control workloads disagree: the machine changed, nothing is known of the code
     UNKNOWN = "UNKNOWN"  # more pairs are needed
     INVALID = "INVALID"  # the measurement does not count
     INSUFFICIENT = "INSUFFICIENT"  # not enough data to decide, and no more to come

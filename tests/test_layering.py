@@ -45,8 +45,16 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
     *("regression.spec", "regression.child", "regression.records", "regression.store", "regression.validity"),
     *("regression.sampler", "regression.interval", "regression.controls", "regression.measurement", "regression.laws"),
-    *("regression.decision", "regression.history", "regression.baseline", "regression.ab", "regression.nightly"),
+    *(
+        "regression.decision",
+        "regression.history",
+        "regression.baseline",
+        "regression.ab",
+        "regression.sides",
+        "regression.nightly",
+    ),
     *("regression.verdict", "regression.gate", "regression.watch", "regression.acceptance", "regression.simulate"),
+    "regression.simulate_machine",
     *("regression.change_points", "regression.secondary", "regression.line", "regression.caches"),
     *("regression.report", "regression.tables", "regression.changes", "regression.junit", "regression.mirror"),
 )

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_regression import failed, measurement
+from helpers_regression import SERIES, failed, measurement
 
-from regression import ab, sampler, validity
-from regression.ab import Pairs, Side, SideError, baseline_side, dependencies_hash, environment_of
+from regression import ab, baseline, sampler, sides, validity
+from regression.ab import Pairs
 from regression.gate import Pair
 from regression.measurement import Measurement
+from regression.sides import Side, SideError, baseline_side, dependencies_hash, environment_of
 from regression.spec import RunSpec
 
 # Prints what a measuring run prints; its throughput is the number in rate.txt of the code that runs.
@@ -107,6 +112,31 @@ def test_a_commit_against_itself_passes_and_a_planted_slowdown_is_the_candidate_
     assert burning == ["001-candidate", "002-candidate"]
 
 
+def test_a_win_measures_the_working_tree_and_writes_its_baseline(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (repository / "rate.txt").write_text("400")
+    taken: list[Path] = []
+
+    def one(spec: RunSpec, directory: Path, *, timeout_seconds: float) -> Measurement:
+        assert (spec.segments, spec.planted, timeout_seconds) == (3, (), 1500.0)
+        taken.append(directory)
+        return measurement(per_device=400.0, time=f"2026-01-01T00:0{len(taken)}:00+00:00")
+
+    original = ab.measurement.measure
+    monkeypatch.setattr(ab.measurement, "measure", lambda spec, *a, **k: (original if spec.segments == 1 else one)(spec, *a, **k))
+    arguments = ["--baseline", "old", "--pairs", "2", "--output", str(tmp_path / "out"), "--baselines", str(tmp_path / "new")]
+    assert ab.main(arguments) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["kind"] == "WIN"
+    path = baseline.path_of(SERIES, tmp_path / "new")
+    assert f"baseline written, commit it: {path}" in told.err
+    assert [found.per_device for found in baseline.load(SERIES, path.parent)] == [400.0] * 5
+    path.unlink()
+    assert ab.main([*arguments[:5], str(tmp_path / "again"), *arguments[6:], "--burn-share", "0.1"]) == 0
+    assert not path.exists()  # a planted slowdown is no baseline
+
+
 def test_a_commit_that_cannot_measure_is_told(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert repository.exists()
     assert ab.main(["--baseline", "ancient", "--output", str(tmp_path / "out")]) == 1
@@ -114,13 +144,16 @@ def test_a_commit_that_cannot_measure_is_told(repository: Path, tmp_path: Path, 
 
 
 def test_a_commit_that_does_not_exist_is_told(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(SideError, match="'nothing' is no commit"), baseline_side("nothing", root=repository, cache=tmp_path):
+    with (
+        pytest.raises(SideError, match="'nothing' is no commit"),
+        baseline_side("nothing", root=repository, cache=tmp_path, tell=print),
+    ):
         pass
 
 
 def test_the_worktree_is_removed_also_after_a_failure(repository: Path, tmp_path: Path) -> None:
     def fail() -> None:
-        with baseline_side("old", root=repository, cache=tmp_path) as side:
+        with baseline_side("old", root=repository, cache=tmp_path, tell=print) as side:
             assert (side.directory / "rate.txt").read_text() == "200"
             raise KeyError
 
@@ -129,8 +162,60 @@ def test_the_worktree_is_removed_also_after_a_failure(repository: Path, tmp_path
     assert len(git(repository, "worktree", "list").splitlines()) == 1
 
 
+# Prints the worktree, then waits to be killed.
+HOLDER = """
+import pathlib, sys
+from regression.sides import baseline_side
+with baseline_side("old", root=pathlib.Path.cwd(), cache=pathlib.Path(sys.argv[1]), tell=print) as side:
+    print(side.directory, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def holder(repository: Path, cache: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that is inside a comparison, and its worktree."""
+    command = (sys.executable, "-c", HOLDER, str(cache))
+    place: dict[str, Any] = {"cwd": repository, "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}}
+    place["env"] |= {"TMPDIR": str(cache)}  # where a worktree is left when the process is killed
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **place) as process:
+        try:
+            assert process.stdout is not None
+            yield process, Path(process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+def test_what_a_killed_comparison_left_is_removed_by_the_next_and_a_living_one_s_stays(repository: Path, tmp_path: Path) -> None:
+    with holder(repository, tmp_path) as (killed, left), holder(repository, tmp_path) as (_, living):
+        assert left.is_dir()
+        killed.kill()
+        killed.wait()
+        told: list[str] = []
+        with baseline_side("old", root=repository, cache=tmp_path, tell=told.append):
+            assert (left.parent.exists(), living.is_dir()) == (False, True)
+        assert told == [f"removed the worktree of a comparison that was killed: {left}"]
+        listed = git(repository, "worktree", "list")
+        assert (str(left) in listed, str(living) in listed) == (False, True)
+
+
+def test_sigterm_removes_the_worktree(repository: Path, tmp_path: Path) -> None:
+    with holder(repository, tmp_path) as (process, directory):
+        process.terminate()
+        assert process.wait() != 0
+        assert not directory.parent.exists()
+        assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+
+def test_sigterm_is_handled_only_inside_a_comparison(repository: Path, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with baseline_side("old", root=repository, cache=tmp_path, tell=print):
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_the_environment_is_shared_as_long_as_both_ask_for_the_same(repository: Path, tmp_path: Path) -> None:
-    with baseline_side("old", root=repository, cache=tmp_path / "cache") as side:
+    with baseline_side("old", root=repository, cache=tmp_path / "cache", tell=print) as side:
         assert side.python == sys.executable
         (repository / "constraints.txt").write_text("# other words\na==1.0\n")
         assert dependencies_hash(repository) == dependencies_hash(side.directory)
@@ -147,8 +232,8 @@ def test_other_packages_get_an_environment_made_once(repository: Path, tmp_path:
         commands.append(command)
         environment.mkdir(parents=True, exist_ok=True)
 
-    monkeypatch.setattr(ab, "_install", install)
-    with baseline_side("old", root=repository, cache=tmp_path / "cache") as side:
+    monkeypatch.setattr(sides, "_install", install)
+    with baseline_side("old", root=repository, cache=tmp_path / "cache", tell=print) as side:
         again = environment_of(side.directory, root=repository, cache=tmp_path / "cache")
     assert side.python == again == str(environment / "bin" / "python")
     assert [command[-1] for command in commands] == [str(environment), "a>=1"]
@@ -195,7 +280,15 @@ def test_a_side_that_does_not_run_ends_the_comparison() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [["--pairs", "1"], ["--burn-share", "1"], ["--gpus", "-1"], ["--segment-seconds", "0"], ["--output", "."]]
+    "change",
+    [
+        ["--pairs", "1"],
+        ["--burn-share", "1"],
+        ["--gpus", "-1"],
+        ["--segment-seconds", "0"],
+        ["--output", "."],
+        ["--tolerance", "0"],
+    ],
 )
 def test_bad_usage_is_told(change: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()

@@ -94,8 +94,8 @@ def test_later_nights_do_not_change_an_earlier_verdict() -> None:
 
 
 def test_an_acceptance_by_the_command_turns_the_next_night_green(tmp_path: Path) -> None:
-    history = kept(Store(tmp_path), at(1), at(2, 90.0), at(3, 90.0))
-    assert judge(at(4, 90.0), history).kind is Kind.FAIL
+    history = kept(Store(tmp_path), *(at(day) for day in (1, 2, 3)), at(4, 90.0), at(5, 90.0))
+    assert judge(at(6, 90.0), history).kind is Kind.FAIL
     command = (
         sys.executable,
         "-m",
@@ -109,10 +109,10 @@ def test_an_acceptance_by_the_command_turns_the_next_night_green(tmp_path: Path)
     )
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "a new level since 2026-01-02T02:00:00+00:00 (exact attention)" in done.stdout
+    assert "a new level since 2026-01-04T02:00:00+00:00 (exact attention)" in done.stdout
     accepted = read(Store(tmp_path))
-    assert judge(at(4, 90.0), accepted).kind is Kind.PASS
-    assert [night.accepted for night in nights(accepted, SERIES)] == ["", "exact attention", ""]
+    assert judge(at(6, 90.0), accepted).kind is Kind.PASS
+    assert [night.accepted for night in nights(accepted, SERIES)] == ["", "", "", "exact attention", ""]
 
 
 def test_what_cannot_be_accepted_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import tyro
-from helpers_regression import measurement
+from helpers_regression import measurement, result
 
 from dflash.config import ConfigError, MeasureConfig, RunConfig, Topology
 from dflash.presets import preset
 from regression import controls, laws
+from regression import measurement as measurement_module
+from regression.child import ChildResult
 from regression.interval import batch_means, lag_one
 from regression.measurement import Measurement, measure
 from regression.spec import RunSpec, topology, visible_gpus, workers, workload
@@ -22,6 +24,7 @@ from regression.store import Store
 pytestmark = pytest.mark.xdist_group("regression_measurement")  # one worker: its fixtures of the module take long
 
 SPEC = workload(0, segments=2, segment_seconds=1.0)
+CPU_CONTROLS = {"python_loop_million_per_second", "numpy_matmul_gflops", "numpy_copy_gb_per_second"}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def test_a_real_measurement_has_its_numbers(measured: Measurement) -> None:
         sum(s["tokens"] for s in segments) / sum(s["seconds"] for s in segments) / 3
     )  # 1t+2d
     assert measured.steps["segment"].count(1) == segments[1]["steps"]
-    assert measured.controls.keys() == {"numpy_matmul_gflops", "numpy_copy_gb_per_second"}
+    assert measured.controls.keys() == CPU_CONTROLS
     assert all(rate > 0 for rate in measured.controls.values())
     assert measured.state["samples"] >= 1
     assert 0 <= measured.state["foreign_cpu_share"] <= 1
@@ -161,31 +164,37 @@ def test_too_few_steps_have_no_interval() -> None:
     assert lag_one([1.0, 1.0]) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("rate", "control", "same_method", "cause"),
-    [
-        (99.0, 50.0, True, "noise"),
-        (90.0, 50.0, True, "code"),
-        (90.0, 45.0, True, "hardware"),
-        (90.0, 47.0, True, "hardware"),
-        (90.0, 48.5, True, "code"),  # the control moved by far less
-        (90.0, 60.0, True, "code"),  # the other way
-        (110.0, 56.0, True, "hardware"),
-        (90.0, 50.0, False, "method"),
-    ],
-)
-def test_a_change_is_put_down_to_what_moved_with_it(rate: float, control: float, same_method: bool, cause: str) -> None:
-    earlier = [(value, {"matmul": value / 2}) for value in (99.0, 100.0, 101.0)]
-    assert controls.put_down_to(rate, {"matmul": control, "new": 1.0}, earlier, same_method=same_method) == cause
+def test_controls_run_before_and_after_the_workload_and_never_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def rates(_spec: RunSpec, _directory: Path, when: str) -> dict[str, float]:
+        order.append(when)
+        return {"matmul": {"before": 4.0, "after": 9.0}[when]}
+
+    def run(*_: Any, **__: Any) -> ChildResult:
+        order.append("workload")
+        return ChildResult(returncode=0, result=result(), seconds=1.0, stderr_tail="")
+
+    monkeypatch.setattr(controls, "run", rates)
+    monkeypatch.setattr(measurement_module, "run_json", run)
+    found = measure(SPEC, tmp_path / "one", timeout_seconds=1.0)
+    assert order == ["before", "workload", "after"]
+    assert found.controls == {"matmul": 6.0}
+    assert found.state["controls_before_after"] == [{"matmul": 4.0}, {"matmul": 9.0}]
+
+
+def test_controls_that_differ_before_and_after_are_unknown() -> None:
+    assert controls.between({"a": 1.0}, {}) == {}
+    assert controls.between({"a": 1.0}, {"b": 1.0}) == {}
 
 
 def test_the_controls_print_positive_rates(capsys: pytest.CaptureFixture[str]) -> None:
     assert controls.main([]) == 0
     rates = json.loads(capsys.readouterr().out)
-    assert rates.keys() == {"numpy_matmul_gflops", "numpy_copy_gb_per_second"}
+    assert rates.keys() == CPU_CONTROLS
     assert min(rates.values()) > 0
 
 
 def test_controls_that_fail_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controls.sys, "executable", "false")
-    assert controls.run(SPEC, tmp_path) == {}
+    assert controls.run(SPEC, tmp_path, "before") == {}

@@ -13,12 +13,12 @@ import pytest
 from helpers_regression import failed, measurement, result
 
 from regression import confirm, nightly, report
-from regression.ab import SideError
 from regression.child import ChildFailed
 from regression.decision import exit_code, outcomes
 from regression.history import History, read
 from regression.measurement import Measurement
 from regression.nightly import main
+from regression.sides import SideError
 from regression.store import Store
 
 CLEAN: dict[str, Any] = {"findings": [], "program_exit_code": 0, "not_observed": []}
@@ -135,12 +135,13 @@ def test_a_suspect_night_is_compared_with_the_newest_night_that_passed_and_judge
 def test_a_named_baseline_is_used_and_a_gate_that_cannot_run_is_told(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine(night(1))
-    assert machine(night(2, 90.0), options=("--baseline", "v1")) == 3
+    for day in (1, 2, 3):
+        Store(machine.output / "store").add(night(day).to_record())
+    assert machine(night(4, 90.0), options=("--baseline", "v1")) == 3
     assert machine.baselines == ["v1"]
     assert "The gate did not run: does not run" in (machine.output / "report.html").read_text()
     machine.here = False
-    assert machine(night(3, 90.0)) == 1  # the second valid night in a row
+    assert machine(night(5, 90.0)) == 1  # the second valid night in a row
     assert "is not in this repository; name a commit with --baseline" in " ".join(capsys.readouterr().err.split())
 
 

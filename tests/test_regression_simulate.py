@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from regression import gate, simulate, watch
+from regression import simulate_machine as wandering
 from regression.simulate import Result
 from regression.verdict import Kind
 
@@ -55,10 +56,10 @@ def test_a_threshold_at_the_tolerance_misses_what_the_rule_finds() -> None:
 
 def test_the_production_code_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "judge", lambda *_: gate.Verdict(kind=Kind.WIN, loss=0, interval=None, p=0, pairs=8, sentence=""))
-    monkeypatch.setattr(watch, "median_and_limit", lambda _reference: (1.0, 2.0))
+    monkeypatch.setattr(watch, "median_and_limit", lambda reference: (1.0, 2.0 if len(reference) >= 30 else 0.0))
     assert simulate.gate_rate(gate.DEFAULT, 0.5, Kind.WIN, generator(), runs=5)[0] == 1.0
     values = simulate.throughputs(1, 32, generator())[0]
-    assert simulate.kinds(values, 30, 0.0, None) == [Kind.FAIL, Kind.FAIL]
+    assert simulate.kinds(values, 30, 0.0, None) == [Kind.SUSPECT, Kind.FAIL]
     assert simulate.kinds(values, 30, 0.0, generator()) == [Kind.CLEARED, Kind.CLEARED]
 
 
@@ -69,11 +70,31 @@ def test_an_alarm_is_counted_once_a_row(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_bounds_are_met_in_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("_SERIES", 60), ("_STEPS", 300), ("_GATES", 600)):
+    sizes = (("_SERIES", 60), ("_STEPS", 300), ("_GATES", 600), ("_FRONTS", 100), ("_MACHINES", 10))
+    for name, size in sizes:
         monkeypatch.setattr(simulate, name, size)
     results = list(simulate.simulate(seed=0))
     assert [result.name for result in results if result.met is False] == []
-    assert sum(result.met is True for result in results) == 7
+    assert sum(result.met is True for result in results) == 15
+
+
+def test_the_machine_moves_throughput_and_controls_alike_and_a_loss_only_the_throughput() -> None:
+    assert wandering.night(0, 0.1, 0.8, generator(), controls=True, sd=0.0).value == pytest.approx(0.9 * 0.8)
+    one = generator()
+    nights = [wandering.night(number, 0.5, 0.8, one, controls=True, sd=0.0) for number in range(2000)]
+    draws = np.log([[rate for _, rate in night.controls] for night in nights])
+    assert np.mean(draws) == pytest.approx(np.log(0.8), abs=0.001)
+    assert np.std(draws) == pytest.approx(wandering.CONTROL_SD, rel=0.05)
+    assert wandering.night(0, 0.0, 1.0, generator(), controls=False, sd=0.0).controls == ()
+
+
+def test_without_controls_a_slower_machine_fails_and_with_them_it_is_undecided() -> None:
+    kinds = [wandering.front_kind(0.0, 0.8, generator(), controls=controls) for controls in (False, True)]
+    assert kinds == [Kind.FAIL, Kind.HARDWARE]
+
+
+def test_rows_of_failures_are_counted_once() -> None:
+    assert wandering.rows([Kind.FAIL, Kind.FAIL, Kind.PASS, Kind.HARDWARE, Kind.FAIL]) == 2
 
 
 def test_a_table_that_cannot_be_written_is_refused_before_the_work(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

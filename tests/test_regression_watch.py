@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,7 +51,7 @@ def test_the_noise_floor_alone_would_allow_less_than_two_percent() -> None:
     assert 3 * watch.NOISE_FLOOR * math.sqrt(1 + 1 / watch.FEW_NIGHTS) < watch.MIN_DROP
 
 
-def test_under_ten_nights_only_five_percent_count_and_that_is_said() -> None:
+def test_under_ten_quiet_nights_only_five_percent_count_and_that_is_said() -> None:
     verdict = replay(nights([*STEADY[:9], 95.5]))[-1]
     assert (verdict.kind, verdict.limit, verdict.provisional) == (Kind.PASS, pytest.approx(95.0), True)
     assert "provisional" in verdict.sentence
@@ -101,8 +102,95 @@ def test_a_lone_slow_night_stays_in_the_reference_as_noise_does() -> None:
 
 
 def test_a_suspect_does_not_soften_the_limit_that_its_confirmation_is_judged_by() -> None:
-    assert kinds([100.0, 90.0, 94.0])[1:] == [Kind.SUSPECT, Kind.FAIL]
-    assert kinds([100.0, 90.0, 96.0])[1:] == [Kind.SUSPECT, Kind.PASS]
+    assert kinds([100.0, 100.0, 100.0, 90.0, 94.0])[3:] == [Kind.SUSPECT, Kind.FAIL]
+    assert kinds([100.0, 100.0, 100.0, 90.0, 96.0])[3:] == [Kind.SUSPECT, Kind.PASS]
+
+
+def test_under_ten_nights_the_limit_is_as_wide_as_the_spread_seen_asks_for() -> None:
+    noisy = [100.0, 92.0, 108.0, 97.0, 103.0]
+    middle, limit = median_and_limit(noisy)
+    reach = stats.t.ppf(0.99, 4) * np.std(noisy, ddof=1) * math.sqrt(1.2)
+    assert (middle, limit) == (100.0, pytest.approx(100.0 - reach))
+    assert last([*noisy, 80.0]) is Kind.PASS
+
+
+def test_a_fall_never_fails_by_one_or_two_nights_and_never_becomes_the_reference() -> None:
+    assert set(kinds([100.0, *[90.0] * 9])[1:]) == {Kind.SUSPECT}
+    assert {verdict.median for verdict in replay(nights([100.0, 101.0, *[90.0] * 9]))[2:]} == {100.5}
+    verdict = replay(nights([100.0, 90.0]))[-1]
+    assert "no fall fails by fewer than 3 nights" in verdict.sentence
+    assert kinds([100.0, 101.0, 99.0, 90.0, 90.0])[3:] == [Kind.SUSPECT, Kind.FAIL]
+
+
+def controlled(values: Sequence[float], controls: Sequence[float]) -> list[Night]:
+    """Two control workloads in different units; the second is twice the first."""
+    row = zip(nights(values), controls, strict=True)
+    return [replace(night, controls=(("copy", speed), ("matmul", 2 * speed))) for night, speed in row]
+
+
+@pytest.mark.parametrize(
+    ("value", "speed", "kind"),
+    [
+        (90.0, 5.0, Kind.SUSPECT),  # the controls stood still
+        (90.0, 4.5, Kind.HARDWARE),  # they explain all of it
+        (90.0, 4.52, Kind.HARDWARE),
+        (80.0, 4.5, Kind.SUSPECT),  # half of it
+        (100.0, 5.6, Kind.HARDWARE),  # a faster machine may hide a fall
+        (90.0, 5.6, Kind.SUSPECT),
+        (100.0, 5.0, Kind.PASS),
+        (120.0, 6.0, Kind.PASS),
+    ],
+)
+def test_only_a_fall_that_is_left_after_the_controls_correction_is_suspect(value: float, speed: float, kind: Kind) -> None:
+    verdict = replay(controlled([*STEADY, value], [5.0] * 10 + [speed]))[-1]
+    assert verdict.kind is kind
+    assert verdict.wants_gate == (kind is not Kind.PASS)
+    assert verdict.kind.exit_code == (0 if kind is Kind.PASS else 3)
+
+
+def test_a_night_that_the_machine_explains_says_so_and_neither_breaks_a_row_nor_counts() -> None:
+    row = controlled([*STEADY, 90.0, 90.0, 90.0, 100.0], [5.0] * 11 + [4.5, 5.0, 5.0])
+    verdicts = replay(row)
+    assert [verdict.kind for verdict in verdicts[10:]] == [Kind.SUSPECT, Kind.HARDWARE, Kind.FAIL, Kind.PASS]
+    assert verdicts[-1].nights == 10
+    assert verdicts[11].sentence == (
+        "HARDWARE: -10.0% to the median of 10 nights (limit -2.3%), +0.0% (limit -2.3%) corrected for the control workloads' "
+        "-10.0%; the machine changed, so the code can be neither blamed nor cleared: measure again, or compare in pairs"
+    )
+
+
+def test_a_machine_that_stays_slow_never_fails_and_can_be_accepted() -> None:
+    row = controlled([*STEADY, *[90.0] * 5], [5.0] * 10 + [4.5] * 5)
+    assert {verdict.kind for verdict in replay(row)[10:]} == {Kind.HARDWARE}
+    assert accept(row, reason="a slower machine", author="me", time=START).since == row[10].time
+
+
+@pytest.mark.parametrize(("gate", "kind"), [(Kind.FAIL, Kind.FAIL), (Kind.PASS, Kind.CLEARED), (Kind.UNKNOWN, Kind.HARDWARE)])
+def test_the_gate_decides_where_throughput_and_controls_disagree(gate: Kind, kind: Kind) -> None:
+    row = controlled([*STEADY, 90.0], [5.0] * 10 + [4.5])
+    assert replay([*row[:-1], replace(row[-1], gate=gate)])[-1].kind is kind
+
+
+def test_other_controls_correct_nothing() -> None:
+    row = controlled([*STEADY, 90.0], [5.0] * 10 + [4.5])
+    for controls in ((), (("copy", 4.5),), (("copy", 4.5), ("other", 9.0))):
+        verdict = replay([*row[:-1], replace(row[-1], controls=controls)])[-1]
+        assert (verdict.kind, verdict.corrected) == (Kind.SUSPECT, None)
+        assert "without control workloads to correct by" in verdict.sentence
+
+
+def test_noisy_controls_widen_the_corrected_limit() -> None:
+    verdict = replay(controlled([*STEADY, 90.0], [5.0, 5.5, 4.5, 5.2, 4.8, 5.4, 4.6, 5.0, 5.3, 4.7, 5.0]))[-1]
+    assert verdict.corrected is not None
+    assert verdict.corrected.limit < -0.1
+    assert verdict.kind is Kind.HARDWARE
+
+
+def test_a_recorded_baseline_is_the_level_whatever_its_nights_look_like() -> None:
+    recorded = [replace(night, recorded=True) for night in nights([100.0, 90.0, 91.0, 102.0, 98.0], first=10)]
+    verdicts = replay([*nights([200.0] * 10), *recorded, *nights([97.0], first=15)])
+    assert {verdict.kind for verdict in verdicts[11:]} == {Kind.PASS}
+    assert (verdicts[-1].nights, verdicts[-1].median) == (5, 98.0)
 
 
 def test_a_failure_leaves_the_reference_together_with_the_suspect_that_began_it() -> None:
@@ -146,7 +234,8 @@ def test_a_gate_says_nothing_about_a_night_above_the_limit() -> None:
 
 def test_the_sentence_says_by_how_much_and_against_what() -> None:
     assert replay(nights([*STEADY, 90.0]))[-1].sentence == (
-        "SUSPECT: -10.0% to the median of 10 nights (limit -2.3%); gate: not run, one more such night fails"
+        "SUSPECT: -10.0% to the median of 10 nights (limit -2.3%), without control workloads to correct by; gate: not run, "
+        "one more such night fails"
     )
 
 
