@@ -1,0 +1,119 @@
+"""One log, read once from its beginning: every failure goes into the groups. Time grows with the log, memory does not.
+
+A block without a trigger (`recognise.GATE`) is only counted, unless a traceback or a dump is open. A line that a terminal has wrapped in
+the middle of a message is put together with the next one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+from diagnostics.logs.dumps import Dump, DumpReader
+from diagnostics.logs.groups import Groups
+from diagnostics.logs.reader import Line, Unreadable, blocks, lines
+from diagnostics.logs.recognise import GATE, of_dump, of_line, of_traceback
+from diagnostics.logs.tracebacks import Traceback, TracebackReader
+
+_SWEEP_LINES = 5000
+_WRAPPED = 40  # characters: a terminal is not narrower
+
+
+class LogSearch:
+    """Reads one log into `groups`; `lines` counts what it read."""
+
+    def __init__(self, log: str, groups: Groups) -> None:
+        self._log, self._groups = log, groups
+        self._tracebacks, self._dumps = TracebackReader(), DumpReader()
+        self._begun: Line | None = None  # a line that may go on in the next one
+        self.lines = 0
+        self.bytes = 0
+
+    def read(self, file: BinaryIO) -> None:
+        """Read to the end. Raises Unreadable, and OSError of the file."""
+        for block in blocks(file):
+            self.bytes += len(block)
+            if self._quiet and GATE.search(block) is None:
+                self.lines += block.count(b"\n")
+                continue
+            self._read_block(block)
+        self._take(self._tracebacks.finish(), self._dumps.finish())
+
+    @property
+    def _quiet(self) -> bool:
+        return self._begun is None and self._tracebacks.idle and self._dumps.idle
+
+    def _read_block(self, block: bytes) -> None:
+        at, end = 0, len(block)
+        while at < end:
+            if self._quiet:
+                found = GATE.search(block, at)
+                if found is None:
+                    self.lines += block.count(b"\n", at)
+                    return
+                start = block.rfind(b"\n", at, found.start()) + 1 or at
+                self.lines += block.count(b"\n", at, start)
+                at = start
+            stop = block.find(b"\n", at)
+            stop = end if stop < 0 else stop
+            self._read_line(block[at:stop])
+            at = stop + 1
+
+    def _read_line(self, raw: bytes) -> None:
+        self.lines += 1
+        gated = GATE.search(raw) is not None
+        for line in lines(raw, self.lines):
+            self.feed(line, gated=gated)
+        if self.lines % _SWEEP_LINES == 0:
+            self._take(self._tracebacks.sweep(self.lines), self._dumps.sweep(self.lines))
+
+    def feed(self, line: Line, *, gated: bool) -> None:
+        """Read one line; without a trigger (`gated`) it is only looked at by what is open."""
+        dumped, dumps = self._dumps.feed(line)
+        used, tracebacks = (False, []) if dumped else self._tracebacks.feed(line)
+        self._take(tracebacks, dumps)
+        begun, self._begun = self._begun, None
+        if not (dumped or used) and line.text and (gated or begun is not None):
+            self._match_line(line, begun, gated=gated)
+
+    def _match_line(self, line: Line, begun: Line | None, *, gated: bool) -> None:
+        match = of_line(line.text)
+        if match is None and begun is not None and begun.stream == line.stream:
+            match = of_line(begun.text + line.text)
+            line = begun if match is not None else line
+        if match is not None:
+            self._groups.add_line(self._log, match, line.number, line.stream, line.text)
+        elif begun is None and gated and len(line.text) >= _WRAPPED:
+            self._begun = line
+
+    def _take(self, tracebacks: list[Traceback], dumps: list[Dump]) -> None:
+        for traceback in [one for one in tracebacks if not one.is_stack]:
+            match, needed_tail = of_traceback(traceback)
+            self._groups.add_traceback(self._log, match, traceback)
+            if not needed_tail:
+                self._take_tail(traceback)
+        for dump in dumps:
+            found = of_dump(dump)
+            if found is not None:
+                self._groups.add_dump(self._log, found, dump)
+
+    def _take_tail(self, traceback: Traceback) -> None:
+        """What followed the message was not a part of it, as far as is known."""
+        for one in traceback.chain:
+            for line in one.tail:
+                match = of_line(line.text)
+                if match is not None:
+                    self._groups.add_line(self._log, match, line.number, line.stream, line.text)
+
+
+def read_log(path: Path, groups: Groups) -> LogSearch:
+    """Search one file. Raises Unreadable with what was found and what to do."""
+    if path.is_dir():
+        raise Unreadable("it is a folder: name log files, for example with a * at its end")
+    search = LogSearch(str(path), groups)
+    try:
+        with path.open("rb") as file:
+            search.read(file)
+    except OSError as error:
+        raise Unreadable(f"{error.strerror or error}: check the name and the right to read it") from error
+    return search
