@@ -231,13 +231,21 @@ def _owner(stream: _Stream, line: Line, frame: Frame) -> _Open:
     if not stream.open:
         traceback = Traceback(stream=line.stream, first_line=line.number, last_line=line.number, truncated="start", thread=stream.thread)
         stream.open.append(_Open(traceback, 0))
-    if len(stream.open) > 1:
-        for one in sorted(stream.open, key=lambda one: len(one.hashes)):
-            at = len(one.hashes)
-            continued = hash((one.hashes[-1], frame))
-            if any(len(other.hashes) > at and other.hashes[at] == continued for other in stream.open if other is not one):
-                return one
-    return max(stream.open, key=lambda one: one.traceback.last_line)
+    newest = max(stream.open, key=lambda one: one.traceback.last_line)
+    if len(stream.open) == 1:
+        return newest
+    for one in sorted(stream.open, key=lambda one: len(one.hashes)):
+        if _follows(one, hash((one.hashes[-1], frame)), stream.open):
+            return one
+    longest = max(stream.open, key=lambda one: len(one.hashes))
+    behind = len(newest.hashes) > 1 and longest.hashes[: len(newest.hashes)] == newest.hashes
+    return longest if behind else newest
+
+
+def _follows(one: _Open, continued: int, others: list[_Open]) -> bool:
+    """Another traceback went on like this from the same frames."""
+    at = len(one.hashes)
+    return any(len(other.hashes) > at and other.hashes[at] == continued for other in others if other is not one)
 
 
 def _ends(stream: _Stream, number: int, text: str) -> _Open | None:

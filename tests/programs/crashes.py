@@ -2,11 +2,12 @@
 
 `race` a compiled call meets another thread's trace; `leak` two traces end in the order in which they began; `limit` more shapes than
 the recompile limit; `flex` uncompiled flex_attention; `nan` anomaly mode; `missing` an import; `chain` an error while another is
-handled; `full` a full device; `ranks` two gloo ranks (under torchrun), of which one raises while the other waits for it.
+handled; `full` a full device; `ranks` two gloo ranks (under torchrun), of which one raises while the other waits for it. Under torchrun only rank 1 does the others.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import traceback
@@ -137,6 +138,8 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         if name == "ranks":
             ranks()
+        if os.environ.get("RANK", "1") != "1":
+            continue
         try:
             PROGRAMS[name]()
         except Exception:
