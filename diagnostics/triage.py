@@ -1,14 +1,15 @@
 """What failed, says a log: `python -m diagnostics.triage LOG... [--json FILE] [--all]`.
 
-Reads logs of training runs (plain, of a terminal or tmux, of torchrun with its ranks mixed, cut off at either end) and prints which
-known failures are in them: what each means, how sure that is, the lines, what to do, and what does not help. Tracebacks of one
-signature are counted once. What is not known is grouped and called unknown. `-` reads standard input. Nothing is changed.
+Reads logs of training runs (plain, of a terminal or tmux, of torchrun with its ranks mixed, cut off at either end) and prints
+which known failures are in them: what each means, how sure that is, the lines, what to do, and what does not help. Tracebacks
+of one signature are counted once. What is not known is grouped and called unknown. `-` reads standard input. Nothing is
+changed.
 
-Exit codes: 1 a failure was found, known or unknown (warnings that mean harm count, Ctrl-C does not) · else 2 a log could not be read ·
-else 3 there was nothing to read · 0 no failure in what was read. What could be read is reported in any case.
+Exit codes: 1 a failure was found, known or unknown (warnings that mean harm count, Ctrl-C does not) · else 2 a log could not
+be read · else 3 there was nothing to read · 0 no failure in what was read. What could be read is reported in any case.
 
-Limits: those of diagnostics/logs/. Only what is printed can be found: code that runs uncompiled in silence, or a hang without a
-dump, leaves no line. A failure that the program caught, printed and survived is reported too. Imports no torch.
+Limits: those of diagnostics/logs/. Only what is printed can be found: code that runs uncompiled in silence, or a hang without
+a dump, leaves no line. A failure that the program caught, printed and survived is reported too. Imports no torch.
 """
 
 from __future__ import annotations
@@ -73,10 +74,13 @@ def print_report(console: Console, found: Sequence[Group], read: Sequence[LogSea
         _print_group(console, group, explain=group.kind.id not in told)
         told.add(group.kind.id)
     if max_shown is not None and len(found) > max_shown:
-        console.print(f"... and {len(found) - max_shown} more signatures: --all prints them, --json FILE has them", highlight=False)
+        console.print(
+            f"... and {len(found) - max_shown} more signatures: --all prints them, --json FILE has them", highlight=False
+        )
     counts = {severity: sum(group.count for group in found if group.kind.severity == severity) for severity in _COLOURS}
     console.print(
-        f"{len(read)} logs, {sum(search.lines for search in read):,} lines: {counts['error']} errors, {counts['hazard']} warnings that mean "
+        f"{len(read)} logs, {sum(search.lines for search in read):,} lines: {counts['error']} errors, {counts['hazard']} "
+        f"warnings that mean "
         f"harm, {counts['info']} infos, {len(found)} signatures",
         style="bold", highlight=False,
     )  # fmt: skip

@@ -10,11 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diagnostics.logs.reader import Line, blocks, lines
-from diagnostics.logs.tracebacks import Traceback, TracebackReader
+from diagnostics.logs.traceback import Traceback
+from diagnostics.logs.tracebacks import TracebackReader
 
 NAMES = st.sampled_from(["ValueError", "torch._inductor.exc.InductorError", "KeyError", "RuntimeError", "queue.Empty"])
-FRAMES = st.lists(st.tuples(st.sampled_from(["/a.py", "/b/c.py", "/site-packages/torch/x.py"]), st.integers(1, 99)), min_size=1, max_size=6)
-NOISE = st.sampled_from(["step 5: loss 0.3", "INFO: fine", "", "  indented", "x = y", "Epoch: 3", "100%|####| 5/5", "\u2502", "a: b"])
+FRAMES = st.lists(
+    st.tuples(st.sampled_from(["/a.py", "/b/c.py", "/site-packages/torch/x.py"]), st.integers(1, 99)), min_size=1, max_size=6
+)
+NOISE = st.sampled_from(
+    ["step 5: loss 0.3", "INFO: fine", "", "  indented", "x = y", "Epoch: 3", "100%|####| 5/5", "\u2502", "a: b"]
+)
 
 
 def printed(name: str, frames: list[tuple[str, int]], message: str) -> list[str]:
@@ -60,8 +65,12 @@ def test_a_real_chain_is_one_traceback_with_its_causes() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(NAMES, FRAMES), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_ranks_that_are_marked_are_read_apart_whatever_their_order(crashes: list[tuple[str, list[tuple[str, int]]]], seed: int) -> None:
-    queues = [[f"[rank{rank}]: {line}" for line in printed(name, frames, f"of {rank}")] for rank, (name, frames) in enumerate(crashes)]
+def test_ranks_that_are_marked_are_read_apart_whatever_their_order(
+    crashes: list[tuple[str, list[tuple[str, int]]]], seed: int
+) -> None:
+    queues = [
+        [f"[rank{rank}]: {line}" for line in printed(name, frames, f"of {rank}")] for rank, (name, frames) in enumerate(crashes)
+    ]
     found = read(shuffled(queues, seed))
     assert {(one.stream, one.exception, tuple(frames_of(one)), one.message) for one in found} == {
         (f"rank {rank}", name, tuple(frames), f"of {rank}") for rank, (name, frames) in enumerate(crashes)
@@ -71,7 +80,9 @@ def test_ranks_that_are_marked_are_read_apart_whatever_their_order(crashes: list
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(NAMES, FRAMES), min_size=1, max_size=5), st.lists(NOISE, max_size=10), st.integers(0, 2**32))
-def test_no_exception_is_lost_where_ranks_are_not_marked(crashes: list[tuple[str, list[tuple[str, int]]]], noise: list[str], seed: int) -> None:
+def test_no_exception_is_lost_where_ranks_are_not_marked(
+    crashes: list[tuple[str, list[tuple[str, int]]]], noise: list[str], seed: int
+) -> None:
     queues = [printed(name, frames, f"of {rank}") for rank, (name, frames) in enumerate(crashes)]
     found = every(read(shuffled([*queues, noise], seed)))
     expected = sorted((name, f"of {rank}") for rank, (name, _) in enumerate(crashes))
@@ -81,7 +92,9 @@ def test_no_exception_is_lost_where_ranks_are_not_marked(crashes: list[tuple[str
 
 @settings(max_examples=30, deadline=None)
 @given(NAMES, FRAMES, st.integers(2, 6), st.integers(0, 2**32))
-def test_ranks_that_fail_alike_are_told_apart_without_marks_once_each_has_begun(name: str, frames: list[tuple[str, int]], ranks: int, seed: int) -> None:
+def test_ranks_that_fail_alike_are_told_apart_without_marks_once_each_has_begun(
+    name: str, frames: list[tuple[str, int]], ranks: int, seed: int
+) -> None:
     different = [(file, line + 100 * at) for at, (file, line) in enumerate(frames)]  # no frame twice: else the order is not known
     head, *rest = printed(name, different, "same")
     found = read("\n".join(shuffled([[f"{head}\n{rest[0]}", *rest[1:]] for _ in range(ranks)], seed)))
@@ -90,7 +103,9 @@ def test_ranks_that_fail_alike_are_told_apart_without_marks_once_each_has_begun(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(NAMES, FRAMES), min_size=1, max_size=3), st.integers(0, 400), st.integers(0, 400))
-def test_a_log_cut_anywhere_keeps_every_exception_that_is_left(crashes: list[tuple[str, list[tuple[str, int]]]], start: int, length: int) -> None:
+def test_a_log_cut_anywhere_keeps_every_exception_that_is_left(
+    crashes: list[tuple[str, list[tuple[str, int]]]], start: int, length: int
+) -> None:
     text = "\n".join(line for name, frames in crashes for line in printed(name, frames, "why"))
     piece = text[start : start + length]
     whole = [line for line in piece.split("\n")[1:-1] if line.endswith("Error: why")]
@@ -111,8 +126,9 @@ def test_any_bytes_are_read_without_an_error(junk: bytes) -> None:
 
 
 def test_a_frame_that_a_terminal_wrapped_is_put_together() -> None:
-    (found,) = read('Traceback (most recent call last):\n  File "/venv/lib/python3.12/site-packages/torch/fx/experi\nmental/proxy_tensor.py", line 12, in call_module\n    x\nRuntimeError: y')
-    assert frames_of(found) == [("/venv/lib/python3.12/site-packages/torch/fx/experimental/proxy_tensor.py", 12)]
+    head = 'Traceback (most recent call last):\n  File "/venv/site-packages/torch/fx/experi'
+    (found,) = read(f'{head}\nmental/proxy_tensor.py", line 12, in call_module\n    x\nRuntimeError: y')
+    assert frames_of(found) == [("/venv/site-packages/torch/fx/experimental/proxy_tensor.py", 12)]
 
 
 def test_a_traceback_that_never_ends_is_truncated_and_one_that_stands_alone_too() -> None:
@@ -130,8 +146,11 @@ def test_a_stack_that_is_only_printed_does_not_swallow_the_traceback_after_it() 
 
 
 def test_an_exception_group_and_its_parts_are_read() -> None:
-    try:
+    def fails() -> None:
         raise ExceptionGroup("workers", [ValueError("one"), KeyError("two")])
+
+    try:
+        fails()
     except ExceptionGroup as error:
         text = "".join(traceback.format_exception(error))
     assert {"ExceptionGroup", "ValueError", "KeyError"} <= {one.exception for one in every(read(text))}

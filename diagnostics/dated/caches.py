@@ -1,7 +1,7 @@
 """When a compile cache was born, grew, was written again and lost entries, from the dates of its files.
 
-Inductor and Triton write each file once, so the oldest file dates the birth of what is there now. A folder whose own date is later than
-those of all its files lost one then. What was deleted whole leaves no file: `deduced.py` reasons about that.
+Inductor and Triton write each file once, so the oldest file dates the birth of what is there now. A folder whose own date is
+later than those of all its files lost one then. What was deleted whole leaves no file: `deduced.py` reasons about that.
 """
 
 from __future__ import annotations
@@ -53,19 +53,36 @@ def _life(cache: Path, dates: list[float], size: int) -> list[Entry]:
     entries = [
         Entry(
             time_seconds=dates[0], kind="cache born", where=str(cache), how="oldest file", fields=fields,
-            what=f"the compile cache of today begins ({len(dates):,} files, {size / 1e6:,.1f} MB, the newest of {shown(dates[-1])})",
+            what=f"the compile cache of today begins ({len(dates):,} files, {size / 1e6:,.1f} MB, the newest of "
+                 f"{shown(dates[-1])})",
         )
     ]  # fmt: skip
     begun, before = 0, dates[0]
     for number, date in enumerate([*dates[1:], float("inf")], 1):
         if date - before > _PAUSE_SECONDS:
             if begun:
-                entries.append(Entry(time_seconds=dates[begun], kind="cache grew", what=f"{number - begun:,} new files in the compile cache", where=str(cache), how="dates of files"))
+                entries.append(
+                    Entry(
+                        time_seconds=dates[begun],
+                        kind="cache grew",
+                        what=f"{number - begun:,} new files in the compile cache",
+                        where=str(cache),
+                        how="dates of files",
+                    )
+                )
             begun = number
         before = date
     changed = mtime(cache)
     if changed > dates[-1] + _LATER_SECONDS:
-        entries.append(Entry(time_seconds=changed, kind="cache lost entries", what="something was deleted from the compile cache, or renamed in it", where=str(cache), how="the folder's own date is later than its files'"))
+        entries.append(
+            Entry(
+                time_seconds=changed,
+                kind="cache lost entries",
+                what="something was deleted from the compile cache, or renamed in it",
+                where=str(cache),
+                how="the folder's own date is later than its files'",
+            )
+        )
     return [entries[0], *entries[1:][-_MAX_TIMES:]]
 
 
@@ -73,4 +90,12 @@ def _empty(cache: Path, now_seconds: float) -> list[Entry]:
     changed = mtime(cache)
     if not believable(changed, now_seconds):
         return []
-    return [Entry(time_seconds=changed, kind="cache emptied", what="the compile cache is empty: made then, or its last entry was deleted then", where=str(cache), how="date of the empty folder")]
+    return [
+        Entry(
+            time_seconds=changed,
+            kind="cache emptied",
+            what="the compile cache is empty: made then, or its last entry was deleted then",
+            where=str(cache),
+            how="date of the empty folder",
+        )
+    ]

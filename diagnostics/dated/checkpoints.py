@@ -30,7 +30,13 @@ def find(files: Sequence[Path], now_seconds: float) -> Found:
     if doubted:
         found.notes.append(f"dates of {doubted} checkpoint files not believed (before 2000, or in the future)")
     found.entries += [
-        Entry(time_seconds=max(times), kind="checkpoint", what=f"the newest of {len(times)} checkpoint files, which begin at {shown(min(times))}", where=str(folder), how="newest file")
+        Entry(
+            time_seconds=max(times),
+            kind="checkpoint",
+            what=f"the newest of {len(times)} checkpoint files, which begin at {shown(min(times))}",
+            where=str(folder),
+            how="newest file",
+        )
         for folder, times in dates.items()
     ]
     return found

@@ -1,7 +1,8 @@
 """What left no file: a deleted cache and a replaced torch are seen by what is younger than the runs that needed them.
 
-A cache that begins after runs that compiled cannot be the one they filled; a torch that was installed after a run ended is not the one it
-used. Neither says when the old one went, only between which times. It is said "if those runs used it": a log seldom names its cache.
+A cache that begins after runs that compiled cannot be the one they filled; a torch that was installed after a run ended is
+not the one it used. Neither says when the old one went, only between which times. It is said "if those runs used it": a log
+seldom names its cache.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from diagnostics.dated.entry import Entry, shown
 from diagnostics.dated.runs import Run
 
 _SLACK_SECONDS = 60.0
-_REPLACING = {"torch installed": "torch replaced", "compile stack installed": "compile stack replaced", "stack installed": "stack replaced"}
+_REPLACING = {
+    "torch installed": "torch replaced",
+    "compile stack installed": "compile stack replaced",
+    "stack installed": "stack replaced",
+}
 
 
 def deduce(entries: Sequence[Entry], runs: Sequence[Run]) -> list[Entry]:
@@ -34,14 +39,20 @@ def deduce(entries: Sequence[Entry], runs: Sequence[Run]) -> list[Entry]:
 def _deleted(entry: Entry, earlier: list[Run], last: float) -> Entry:
     if entry.kind == "cache emptied":
         return dataclasses.replace(
-            entry, kind="cache deleted", how="date of the empty folder; earlier runs are logged",
-            what=f"the compile cache was emptied, if the {_count(earlier)} before used it", not_before_seconds=min(last, entry.time_seconds),
-        )  # fmt: skip
+            entry,
+            kind="cache deleted",
+            how="date of the empty folder; earlier runs are logged",
+            what=f"the compile cache was emptied, if the {_count(earlier)} before used it",
+            not_before_seconds=min(last, entry.time_seconds),
+        )
     return dataclasses.replace(
-        entry, kind="cache deleted", not_before_seconds=min(last, entry.time_seconds), how="its oldest file is younger than runs that compiled",
-        what=f"the compile cache was deleted or moved between {shown(last)} and now, if the {_count(earlier)} before used it: nothing of theirs is "
-        "in it, so what ran next compiled cold",
-    )  # fmt: skip
+        entry,
+        kind="cache deleted",
+        not_before_seconds=min(last, entry.time_seconds),
+        how="its oldest file is younger than runs that compiled",
+        what=f"the compile cache was deleted or moved after {shown(last)}, if the {_count(earlier)} before used it: nothing of "
+        "theirs is in it, so what ran next compiled cold",
+    )
 
 
 def _replaced(entry: Entry, earlier: list[Run], entries: Sequence[Entry]) -> Entry:
@@ -50,9 +61,10 @@ def _replaced(entry: Entry, earlier: list[Run], entries: Sequence[Entry]) -> Ent
         return dataclasses.replace(entry, kind="environment made", what=f"a new environment: {entry.what}")
     last = max(earlier, key=lambda run: run.end_seconds)
     return dataclasses.replace(
-        entry, kind=_REPLACING[entry.kind],
+        entry,
+        kind=_REPLACING[entry.kind],
         what=f"{entry.what}: after {last.path.name} had ended, so that run used another build or version",
-    )  # fmt: skip
+    )
 
 
 def _count(runs: list[Run]) -> str:

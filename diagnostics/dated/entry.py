@@ -1,4 +1,4 @@
-"""One dated thing, and what a source hands over. Times are seconds since 1970, as files carry them; they are printed in local time."""
+"""One dated thing, and what a source hands over. Times are seconds since 1970; they are printed in local time."""
 
 from __future__ import annotations
 

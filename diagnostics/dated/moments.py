@@ -1,12 +1,13 @@
 """The moments where throughput or the kind of failure changed, and what happened just before, most suspicious first.
 
-A state is a stretch of steady throughput or a failure. Slow is below 0.7 of the best before. What lies between the last good state and
-the change is suspected by what it can do to compiled training (`SUSPICION`), more if it is known to do just this, then by nearness. The
-order is a hint where to look, not a proof.
+A state is a stretch of steady throughput or a failure. Slow is below 0.7 of the best before. What lies between the last good
+state and the change is suspected by what it can do to compiled training (`SUSPICION`), more if it is known to do just this,
+then by nearness. The order is a hint where to look, not a proof.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,7 +100,16 @@ def states(runs: Sequence[Run]) -> list[State]:
         if errors:
             first = min(errors, key=lambda failure: failure.seconds)
             kinds = tuple(dict.fromkeys(failure.kind for failure in errors))
-            found.append(State(label="failed", begin_seconds=first.seconds, end_seconds=first.seconds, what=f"{', '.join(kinds)} ({first.place})", run=str(run.path), kinds=kinds))
+            found.append(
+                State(
+                    label="failed",
+                    begin_seconds=first.seconds,
+                    end_seconds=first.seconds,
+                    what=f"{', '.join(kinds)} ({first.place})",
+                    run=str(run.path),
+                    kinds=kinds,
+                )
+            )
     return found
 
 
@@ -107,12 +117,14 @@ def moments(found: Sequence[State], entries: Sequence[Entry]) -> list[Moment]:
     """The changes, in order, each with its suspects."""
     changes: list[Moment] = []
     good: State | None = None
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in itertools.pairwise(found):
         good = before if before.label == "healthy" else good
         if (before.label, before.kinds) == (after.label, after.kinds):
             continue
         since = good.end_seconds if good is not None and after.label != "healthy" else before.end_seconds
-        changes.append(Moment(before=before, after=after, since_seconds=since, suspects=_suspects(entries, since, before.end_seconds, after)))
+        changes.append(
+            Moment(before=before, after=after, since_seconds=since, suspects=_suspects(entries, since, before.end_seconds, after))
+        )
     return changes
 
 

@@ -16,7 +16,9 @@ MAX_FILES = 500_000
 _SKIPPED = {".git", "node_modules", "__pycache__", ".nox", ".mypy_cache", ".ruff_cache", "proc", "sys", "dev"}
 _CACHE = re.compile(r"^torchinductor(?:_.*)?$|^inductor_cache$|^triton_cache$")
 _CACHE_PARTS = {"fxgraph", "aotautograd"}
-_LOG = re.compile(r"\.(?:log|out|err)(?:\.\d+)?$|^(?:events\.jsonl|stderr|stdout|stdout\.txt|stderr\.txt|output\.log|nohup\.out)$")
+_LOG = re.compile(
+    r"\.(?:log|out|err)(?:\.\d+)?$|^(?:events\.jsonl|stderr|stdout|stdout\.txt|stderr\.txt|output\.log|nohup\.out)$"
+)
 _SYSTEM_LOGS = {"dpkg.log", "kern.log", "syslog", "dmesg", "messages"}
 _CHECKPOINT = re.compile(r"\.(?:safetensors|pt|pth|ckpt|bin|distcp)$")
 

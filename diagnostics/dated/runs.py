@@ -1,7 +1,8 @@
 """Runs out of logs: when each began and ended, its throughput over time, and its failures as triage sees them.
 
-Throughput is read from `tok/s`, `tokens_per_second`, `samples/s`, `it/s` in plain lines and from the steps of our events.jsonl. A failure is
-dated by the last dated line before it. Limits: a log without dates has only its file's; the unit that a log names most is the one compared.
+Throughput is read from `tok/s`, `tokens_per_second`, `samples/s`, `it/s` in plain lines and from the steps of our
+events.jsonl. A failure is dated by the last dated line before it. Limits: a log without dates has only its file's; the unit
+that a log names most is the one compared.
 """
 
 from __future__ import annotations
@@ -21,9 +22,21 @@ from diagnostics.logs.reader import Unreadable, blocks, decode
 from diagnostics.logs.search import read_log
 
 LOWER = 0.7  # of a rate before: slower, not noise
-_UNITS = {"tok": "tok/s", "tokens": "tok/s", "token": "tok/s", "toks": "tok/s", "tokens_per_second": "tok/s", "samples": "samples/s", "it": "it/s", "steps": "steps/s"}
+_UNITS = {
+    "tok": "tok/s",
+    "tokens": "tok/s",
+    "token": "tok/s",
+    "toks": "tok/s",
+    "tokens_per_second": "tok/s",
+    "samples": "samples/s",
+    "it": "it/s",
+    "steps": "steps/s",
+}
 _RATE = re.compile(r"(?P<value>\d[\d,]*(?:\.\d+)?) ?(?P<scale>[kKM]?) ?(?P<unit>tokens|token|toks|tok|samples|steps|it)/s")
-_RATE_AFTER = re.compile(r"(?P<unit>tokens|toks|tok|samples)(?:/s(?:ec)?|_per_second|_per_sec)\"?[=: ]+(?P<value>\d[\d,]*(?:\.\d+)?) ?(?P<scale>[kKM]?)")
+_RATE_AFTER = re.compile(
+    r"(?P<unit>tokens|toks|tok|samples)(?:/s(?:ec)?|_per_second|_per_sec)\"?[=: ]+(?P<value>\d[\d,]*(?:\.\d+)?) "
+    r"?(?P<scale>[kKM]?)"
+)
 _SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6}
 _HEAD_LINES = 200
 _TAIL_LINES = 200

@@ -1,8 +1,8 @@
-"""Dates inside lines. A stamp without a year or a day takes them from the file's own date; local time unless it says otherwise."""
+"""Dates inside lines, in local time unless they name a zone. A stamp without a year takes it from the file's own date."""
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import re
 import time
 from pathlib import Path
@@ -30,7 +30,8 @@ class Stamps:
         head = text[:200]
         try:
             if (full := _FULL.search(head)) is not None:
-                return _seconds(*(int(part) for part in full.groups()[:6]), zone=full[7])
+                year, month, day, hour, minute, second = (int(part) for part in full.groups()[:6])
+                return _seconds(year, month, day, hour, minute, second, _zone(full[7]))
             if (glog := _GLOG.search(head)) is not None:
                 return self._in_year(*(int(part) for part in glog.groups()))
             if (syslog := _SYSLOG.match(head)) is not None:
@@ -45,9 +46,10 @@ class Stamps:
         return seconds if seconds <= self._written + _DAY_SECONDS else _seconds(year - 1, month, day, hour, minute, second)
 
 
-def _seconds(year: int, month: int, day: int, hour: int, minute: int, second: int, zone: str | None = None) -> float:
-    at = datetime.datetime(year, month, day, hour, minute, min(second, 59))  # noqa: DTZ001 - local unless the stamp names a zone
-    if zone is None:
-        return at.timestamp()
-    offset = datetime.datetime.strptime(zone.replace("Z", "+0000").replace(":", ""), "%z").tzinfo
-    return at.replace(tzinfo=offset).timestamp()
+def _seconds(year: int, month: int, day: int, hour: int, minute: int, second: int, zone: dt.tzinfo | None = None) -> float:
+    return dt.datetime(year, month, day, hour, minute, min(second, 59), tzinfo=zone).timestamp()
+
+
+def _zone(text: str | None) -> dt.tzinfo | None:
+    """None is local time."""
+    return None if text is None else dt.datetime.strptime(text.replace("Z", "+0000").replace(":", ""), "%z").tzinfo

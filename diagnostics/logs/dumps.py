@@ -1,10 +1,11 @@
 """Stacks of all threads, printed by faulthandler, by a fatal signal or by `py-spy dump`, and who waits for whom in them.
 
-Both print the innermost call first. What a thread waits for is told by the names of functions, since the torch of the log need not
-be here: innermost in Dynamo's convert_frame.py, a thread waits for the compile lock; further in than its compile function, it
-holds it; innermost in `_engine_run_backward`, it waits for autograd's device threads.
+Both print the innermost call first. What a thread waits for is told by the names of functions, since the torch of the log
+need not be here: innermost in Dynamo's convert_frame.py, a thread waits for the compile lock; further in than its compile
+function, it holds it; innermost in `_engine_run_backward`, it waits for autograd's device threads.
 
-Limits: one look cannot tell a wait from a slow moment, so nothing here is certain; `diagnostics.hang` looks at a live process twice.
+Limits: one look cannot tell a wait from a slow moment, so nothing here is certain; `diagnostics.hang` looks at a live process
+twice.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 
 from diagnostics.logs.reader import Line
-from diagnostics.logs.tracebacks import Frame
+from diagnostics.logs.traceback import Frame
 
 _MAX_THREADS = 2000
 _MAX_FRAMES = 200
@@ -40,7 +41,7 @@ class Thread:
 
     @property
     def waits(self) -> str:
-        """ "the compile lock", "autograd", "a collective", or nothing that is known."""
+        """One of "the compile lock", "autograd", "a collective", or nothing that is known."""
         if not self.frames or self.active:
             return ""
         inner = self.frames[0]
@@ -60,12 +61,18 @@ class Thread:
     @property
     def of_autograd(self) -> bool:
         """Autograd started it for a device: Python sees first what autograd calls."""
-        return self.name.startswith("pt_autograd") or (bool(self.frames) and self.frames[-1].file.endswith("torch/autograd/function.py"))
+        return self.name.startswith("pt_autograd") or (
+            bool(self.frames) and self.frames[-1].file.endswith("torch/autograd/function.py")
+        )
 
     @property
     def program_line(self) -> str:
         """The innermost line outside torch and the standard library."""
-        outside = [frame for frame in self.frames if not re.search(r"(?:^|/)torch/|/lib/python[\d.]+/(?!site|dist)|^<frozen|^threading", frame.file)]
+        outside = [
+            frame
+            for frame in self.frames
+            if not re.search(r"(?:^|/)torch/|/lib/python[\d.]+/(?!site|dist)|^<frozen|^threading", frame.file)
+        ]
         return f"{outside[0].file}:{outside[0].line} in {outside[0].function}" if outside else ""
 
 
@@ -115,7 +122,9 @@ class DumpReader:
             return False, []
         cause, thread = _CAUSE.match(line.text), _thread(line.text)
         if cause is not None and (dump is None or dump.threads):
-            self._open[line.stream] = Dump(stream=line.stream, first_line=line.number, last_line=line.number, cause=cause["cause"])
+            self._open[line.stream] = Dump(
+                stream=line.stream, first_line=line.number, last_line=line.number, cause=cause["cause"]
+            )
             return True, [dump] if dump is not None else []
         frame = _FRAME.match(line.text) or (_PY_SPY_FRAME.match(line.text) if dump is not None else None)
         if dump is None and (thread is not None or frame is not None):

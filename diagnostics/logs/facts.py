@@ -46,7 +46,9 @@ def _oom(text: str) -> list[str]:
         told.append(f"this process's tensors held {_gib(held)}")
         unused = sizes.get("reserved", 0)
         if unused > max(sizes.get("tried", 0), held / 4):
-            told.append(f"{_gib(unused)} lay unused in PyTorch's cache: fragmentation, try PYTORCH_ALLOC_CONF=expandable_segments:True")
+            told.append(
+                f"{_gib(unused)} lay unused in PyTorch's cache: fragmentation, try PYTORCH_ALLOC_CONF=expandable_segments:True"
+            )
         outside = sizes.get("process", 0) - held - unused
         if outside > held:
             told.append(f"{_gib(outside)} of this process are not PyTorch's: NCCL, CUDA contexts, other libraries")
@@ -74,7 +76,9 @@ def _worker(text: str) -> list[str]:
 
 
 def _limit(text: str) -> list[str]:
-    return [f"{name} of {number}{f' in {function.strip()}' if function else ''}" for name, number, function in _LIMIT.findall(text)]
+    return [
+        f"{name} of {number}{f' in {function.strip()}' if function else ''}" for name, number, function in _LIMIT.findall(text)
+    ]
 
 
 def _path(text: str) -> list[str]:

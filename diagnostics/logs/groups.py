@@ -12,7 +12,7 @@ from diagnostics.logs.dumps import Dump
 from diagnostics.logs.facts import Collectives, facts
 from diagnostics.logs.kinds import UNKNOWN, Kind, Sure
 from diagnostics.logs.recognise import Match
-from diagnostics.logs.tracebacks import Frame, Traceback
+from diagnostics.logs.traceback import Frame, Traceback
 
 _MAX_GROUPS = 500
 _MAX_EVIDENCE = 5
@@ -60,11 +60,22 @@ class Group:
         """The group as JSON values."""
         kind = self.kind
         return {
-            "kind": kind.id, "title": kind.title, "severity": kind.severity, "sure": self.sure, "count": self.count, "signature": self.signature,
-            "where": list(self.where), "streams": list(self.streams), "facts": list(self.facts), "doubts": list(self.doubts),
-            "after": self.after, "evidence": [dataclasses.asdict(one) for one in self.evidence],
-            "means": kind.means, "to_do": kind.to_do, "no_help": kind.no_help,
-        }  # fmt: skip
+            "kind": kind.id,
+            "title": kind.title,
+            "severity": kind.severity,
+            "sure": self.sure,
+            "count": self.count,
+            "signature": self.signature,
+            "where": list(self.where),
+            "streams": list(self.streams),
+            "facts": list(self.facts),
+            "doubts": list(self.doubts),
+            "after": self.after,
+            "evidence": [dataclasses.asdict(one) for one in self.evidence],
+            "means": kind.means,
+            "to_do": kind.to_do,
+            "no_help": kind.no_help,
+        }
 
 
 class Groups:
@@ -81,29 +92,54 @@ class Groups:
         root = next((f"; after {one.exception}" for one in traceback.chain if one is not traceback and one.exception), "")
         message = _NUMBERS.sub("#", traceback.message)[:160] if match[0] is UNKNOWN else ""
         name = traceback.exception or "(the exception is cut off)"
-        signature = f"{name}{': ' if message else ''}{message}{' in ' if where else ''}{' < '.join(_names(traceback.frames))}{root}"
+        signature = (
+            f"{name}{': ' if message else ''}{message}{' in ' if where else ''}{' < '.join(_names(traceback.frames))}{root}"
+        )
         group = self._add(
-            log, match, signature, where, traceback.text,
-            Evidence(log=log, first_line=min(one.first_line for one in traceback.chain), last_line=traceback.last_line, stream=traceback.stream,
-                     thread=traceback.thread, text=traceback.text.split("\n", 1)[0][:300] or "(cut off)"),
-        )  # fmt: skip
+            match,
+            signature,
+            where,
+            traceback.text,
+            Evidence(
+                log=log,
+                first_line=min(one.first_line for one in traceback.chain),
+                last_line=traceback.last_line,
+                stream=traceback.stream,
+                thread=traceback.thread,
+                text=traceback.text.split("\n", 1)[0][:300] or "(cut off)",
+            ),
+        )
         if group is not None and traceback.truncated:
             end = "begins" if traceback.truncated == "start" else "ends"
             group.doubts[f"some tracebacks are not whole: the log {end} inside, or their frames were not printed"] = None
         if group is not None and traceback.interleaved:
-            group.doubts["tracebacks of several ranks or threads are mixed in this log: frames may be another's (torchrun --tee 3 marks the ranks)"] = None
+            group.doubts[
+                "tracebacks of several ranks or threads are mixed in this log: frames may be another's (torchrun --tee 3 "
+                "marks the ranks)"
+            ] = None
 
     def add_line(self, log: str, match: Match, number: int, stream: str, text: str) -> None:
         """Count a line that is no traceback."""
         self._add(
-            log, match, "", (), text, Evidence(log=log, first_line=number, last_line=number, stream=stream, thread="", text=text.strip()[:300])
+            match,
+            "",
+            (),
+            text,
+            Evidence(log=log, first_line=number, last_line=number, stream=stream, thread="", text=text.strip()[:300]),
         )
 
     def add_dump(self, log: str, match: Match, dump: Dump) -> None:
         """Count a dump of all threads."""
-        evidence = Evidence(log=log, first_line=dump.first_line, last_line=dump.last_line, stream=dump.stream, thread="", text=dump.cause or "stacks of all threads")
+        evidence = Evidence(
+            log=log,
+            first_line=dump.first_line,
+            last_line=dump.last_line,
+            stream=dump.stream,
+            thread="",
+            text=dump.cause or "stacks of all threads",
+        )
         stack = [] if dump.deadlock or dump.in_collectives else dump.stack
-        group = self._add(log, match, "stacks of all threads", program_lines(stack), dump.cause, evidence)
+        group = self._add(match, "stacks of all threads", program_lines(stack), dump.cause, evidence)
         if group is None:
             return
         if dump.deadlock is not None:
@@ -112,7 +148,7 @@ class Groups:
             group.facts[f"{waiter.name}, autograd's device thread, waits for the compile lock, at {waiter.program_line}"] = None
         for thread in dump.in_collectives[:_MAX_FACTS]:
             group.facts[f"{thread.name} waits in a collective ({thread.frames[0].function}), at {thread.program_line}"] = None
-        if not dump.first_line or dump.threads and dump.threads[0].name == "cut off":
+        if not dump.first_line or (dump.threads and dump.threads[0].name == "cut off"):
             group.doubts["the log begins inside this dump: threads before it are missing"] = None
 
     def ordered(self) -> list[Group]:
@@ -127,7 +163,7 @@ class Groups:
                 group.after = f"{first.kind.id} at {first.evidence[0].place}"
         return groups
 
-    def _add(self, log: str, match: Match, signature: str, where: tuple[str, ...], text: str, evidence: Evidence) -> Group | None:
+    def _add(self, match: Match, signature: str, where: tuple[str, ...], text: str, evidence: Evidence) -> Group | None:
         kind, sure = match
         key = (kind.id, signature)
         group = self._groups.get(key)

@@ -6,7 +6,10 @@ from diagnostics.catalogue import CATALOGUE
 from diagnostics.logs.kinds import Kind, Mark, Severity
 
 _TRACE_STACK = r"torch/fx/_symbolic_trace\.py:module_call_wrapper|torch/fx/_symbolic_trace\.py:call_module"
-_CACHE = r"torchinductor|\.triton/cache|triton/cache|/inductor_cache|/triton/[0-9A-Za-z_]{20,}|_inductor/codecache|triton/runtime/cache"
+_CACHE = (
+    r"torchinductor|\.triton/cache|triton/cache|/inductor_cache|/triton/[0-9A-Za-z_]{20,}|_inductor/codecache|"
+    r"triton/runtime/cache"
+)
 _NOT_PROCESS = "A warm-up in a process of its own, or a warm disk cache: each new process traces again."
 
 
@@ -21,16 +24,22 @@ KINDS = (
     _of_catalogue(
         "F1",
         Mark("Detected that you are using FX to symbolically trace a dynamo-optimized function"),
-        no_help=f"error_on_nested_fx_trace=False or patching the check away: the run goes on uncompiled, several times slower. {_NOT_PROCESS} A new environment.",
+        no_help=f"error_on_nested_fx_trace=False or patching the check away: the run goes on uncompiled, several times "
+        f"slower. {_NOT_PROCESS} A new environment.",
     ),
     _of_catalogue("F1-own", no_help="Anything about threads: the trace is the thread's own."),
     _of_catalogue(
         "F3",
         Mark("module is not installed as a submodule"),
         Mark("Found multiple different tracers", sure="likely"),
-        no_help="Registering the module as a submodule: it belongs to another thread's model, not to what is traced. A lock that not every trace and module call takes.",
+        no_help="Registering the module as a submodule: it belongs to another thread's model, not to what is traced. A lock "
+        "that not every trace and module call takes.",
     ),
-    _of_catalogue("F4", no_help="Ignoring it because the error beside it is another one: the stack shows that a trace was running.", severity="hazard"),
+    _of_catalogue(
+        "F4",
+        no_help="Ignoring it because the error beside it is another one: the stack shows that a trace was running.",
+        severity="hazard",
+    ),
     _of_catalogue(
         "F5",
         Mark("CURRENT_PATCHER is None"),
@@ -48,8 +57,7 @@ KINDS = (
         Mark("hit config.cache_size_limit"),
         Mark("hit config.accumulated_recompile_limit"),
         Mark("hit config.accumulated_cache_size_limit"),
-        Mark("Hard failure due to fullgraph=True", sure="likely"),
-        Mark("Hard failure due to fail_on_recompile_limit_hit"),
+        Mark("Hard failure due to f"),  # ullgraph=True, ail_on_recompile_limit_hit
         Mark("FailOnRecompileLimitHit"),
         no_help="suppress_errors, or only hiding the warning: the function stays uncompiled for the life of the process.",
         severity="hazard",
@@ -58,9 +66,11 @@ KINDS = (
         id="F7-flex",
         title="flex_attention runs uncompiled",
         marks=(Mark("flex_attention called without torch.compile"),),
-        means="The unfused path materialises all attention scores: several times slower, far more memory, and with gradients it traces on "
+        means="The unfused path materialises all attention scores: several times slower, far more memory, and with gradients "
+        "it traces on "
         "every call. Torch warns once in a process, whatever number of calls it was.",
-        to_do="Compile the function that calls flex_attention, with fullgraph=True; if it is compiled, look for a recompile limit or an "
+        to_do="Compile the function that calls flex_attention, with fullgraph=True; if it is compiled, look for a recompile "
+        "limit or an "
         "FX error before this line, which switch compiled code off.",
         no_help="Hiding the warning. A larger compile cache on disk.",
         severity="hazard",
@@ -69,10 +79,13 @@ KINDS = (
         "F18",
         Mark("Unexpected recompilation: runtime guards failed"),
         Mark("Guard failed on the same frame it was created"),
-        no_help="Raising the recompile limit; reporting it as a bug of the model: another thread changed what the guards look at.",
+        no_help="Raising the recompile limit; reporting it as a bug of the model: another thread changed what the guards "
+        "look at.",
     ),
     _of_catalogue(
-        "F19", Mark("with fullgraph=True found no compiled frames"), no_help="Dropping fullgraph=True and forgetting it: then a real fallback is silent."
+        "F19",
+        Mark("with fullgraph=True found no compiled frames"),
+        no_help="Dropping fullgraph=True and forgetting it: then a real fallback is silent.",
     ),
     _of_catalogue(
         "F20",
@@ -82,23 +95,35 @@ KINDS = (
     _of_catalogue(
         "F17",
         Mark("AssertionError", stack=r"_inductor/cudagraph_trees\.py", sure="likely"),
-        Mark("RuntimeError", pattern=r"Error: (?:dictionary|deque|Set) ?.*changed size|mutated during iteration", stack=r"triton/runtime/autotuner\.py", sure="likely"),
+        Mark(
+            "RuntimeError",
+            pattern=r"Error: (?:dictionary|deque|Set) ?.*changed size|mutated during iteration",
+            stack=r"triton/runtime/autotuner\.py",
+            sure="likely",
+        ),
         no_help="Clearing the cache: two threads meet again the next time.",
     ),
     _of_catalogue(
         "F8",
         no_help="Waiting; a longer NCCL time-out; a lock of one's own around backward, which makes it certain.",
     ),
-    _of_catalogue("unclassified", Mark("Expected current_level > 0"), no_help="A try/except around it: the state of functorch is wrong afterwards."),
+    _of_catalogue(
+        "unclassified",
+        Mark("Expected current_level > 0"),
+        no_help="A try/except around it: the state of functorch is wrong afterwards.",
+    ),
     Kind(
         id="flex-no-choices",
         title="Inductor found no kernel that fits (NoValidChoicesError)",
         marks=(Mark("No choices to select"), Mark("NoValidChoicesError")),
-        means="No candidate of the autotuner compiled or fitted. In flex_attention it is mostly shared memory: head dimension, block sizes or "
+        means="No candidate of the autotuner compiled or fitted. In flex_attention it is mostly shared memory: head "
+        "dimension, block sizes or "
         "float32 inputs (a backward under autocast gets them) are too large for this GPU's tiles.",
-        to_do="Keep q, k and v in bfloat16 up to the call, backward included; pass smaller blocks in kernel_options (BLOCK_M, BLOCK_N, num_stages); "
+        to_do="Keep q, k and v in bfloat16 up to the call, backward included; pass smaller blocks in kernel_options "
+        "(BLOCK_M, BLOCK_N, num_stages); "
         "look for the shape at which it fails, and for `dynamic` shapes.",
-        no_help="Adding ATEN to max_autotune_gemm_backends, as the message says: it concerns matrix products, flex_attention has no ATEN kernel.",
+        no_help="Adding ATEN to max_autotune_gemm_backends, as the message says: it concerns matrix products, flex_attention "
+        "has no ATEN kernel.",
     ),
     Kind(
         id="cache-race",
@@ -113,9 +138,11 @@ KINDS = (
             Mark("Directory not empty", pattern=_CACHE),
             Mark("FileExistsError", pattern=_CACHE, sure="likely"),
         ),
-        means="Several ranks, or a clean-up job, used one Triton or Inductor cache at once: a file was replaced or deleted between two steps "
+        means="Several ranks, or a clean-up job, used one Triton or Inductor cache at once: a file was replaced or deleted "
+        "between two steps "
         "of another process. Network file systems make it common.",
-        to_do="Put TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR on a local disk, one folder per rank or per node; delete caches only while nothing "
+        to_do="Put TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR on a local disk, one folder per rank or per node; delete "
+        "caches only while nothing "
         "runs; compile on one rank first.",
         no_help="Deleting the cache while ranks run: that is the same race. Retrying on the same network folder.",
     ),
@@ -130,7 +157,8 @@ KINDS = (
             Mark("invalid ELF header", pattern=_CACHE),
         ),
         means="The file was cut off: a full disk, a process killed while it wrote, or another version wrote it.",
-        to_do="Stop everything, check for free space, delete this cache folder, then compile on one rank first. A cold cache means that every "
+        to_do="Stop everything, check for free space, delete this cache folder, then compile on one rank first. A cold cache "
+        "means that every "
         "thread compiles at once: warm up inside the training process.",
         no_help="Deleting the cache while something runs.",
     ),
@@ -138,8 +166,10 @@ KINDS = (
         id="triton-pointer",
         title="Triton was given memory of another device",
         marks=(Mark("cannot be accessed from Triton (cpu tensor?)"),),
-        means="The tensor is on a CPU, or on a GPU that is not the thread's current one: with several GPUs in one process each thread starts at GPU 0.",
-        to_do="Call torch.cuda.set_device(...) at the start of each thread, or use `with torch.cuda.device(...)`; check that no input is on the CPU.",
+        means="The tensor is on a CPU, or on a GPU that is not the thread's current one: with several GPUs in one process "
+        "each thread starts at GPU 0.",
+        to_do="Call torch.cuda.set_device(...) at the start of each thread, or use `with torch.cuda.device(...)`; check that "
+        "no input is on the CPU.",
         no_help="Clearing caches or changing the Triton version.",
     ),
     Kind(
@@ -155,7 +185,8 @@ KINDS = (
             Mark("triton.compiler.errors", sure="likely"),
         ),
         means="The compiler gave up; the error inside says on what. It may be a consequence of an error above it.",
-        to_do="Read the innermost error of the chain; TORCHDYNAMO_VERBOSE=1 shows the program's line. Try backend='aot_eager' to see which half fails.",
+        to_do="Read the innermost error of the chain; TORCHDYNAMO_VERBOSE=1 shows the program's line. Try "
+        "backend='aot_eager' to see which half fails.",
         no_help="suppress_errors=True: the function then runs uncompiled, silently.",
     ),
 )

@@ -1,9 +1,9 @@
 """A log file as blocks of whole lines, and one line as plain text of one rank. Reads forward, keeps one block in memory.
 
-Lines are numbered by line feeds, as an editor numbers them. Text is UTF-8 unless the file's first bytes say UTF-16 or UTF-32; a
-line that is not UTF-8 is read as Latin-1. Colours and cursor movements are removed, a progress bar's carriage returns split a line,
-and what loggers and launchers put before a line (`[rank0]:`, `[default1]:`, `(Worker pid=7)`, dates) is taken off: the rank
-becomes the line's stream, so that interleaved ranks are read apart.
+Lines are numbered by line feeds, as an editor numbers them. Text is UTF-8 unless the file's first bytes say UTF-16 or UTF-32;
+a line that is not UTF-8 is read as Latin-1. Colours and cursor movements are removed, a progress bar's carriage returns split
+a line, and what loggers and launchers put before a line (`[rank0]:`, `[default1]:`, `(Worker pid=7)`, dates) is taken off:
+the rank becomes the line's stream, so that interleaved ranks are read apart.
 
 Limits: compressed and binary files are refused; the two halves of a terminal that was split side by side are not told apart.
 """
@@ -19,18 +19,27 @@ from typing import BinaryIO
 BLOCK_BYTES = 1 << 20  # also the longest line: a longer one is cut, at a carriage return where it has one
 _HEAD_BYTES = 1 << 16
 _BOMS = (
-    (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
     (codecs.BOM_UTF8, "utf-8-sig"),
-)  # fmt: skip
-_COMPRESSED = {b"\x1f\x8b": "zcat", b"BZh": "bzcat", b"\xfd7zXZ": "xzcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"PK\x03\x04": "unzip -p"}
+)
+_COMPRESSED = {
+    b"\x1f\x8b": "zcat",
+    b"BZh": "bzcat",
+    b"\xfd7zXZ": "xzcat",
+    b"\x28\xb5\x2f\xfd": "zstdcat",
+    b"PK\x03\x04": "unzip -p",
+}
 _CONTROLS = bytes(set(range(1, 32)) - set(b"\b\t\n\v\f\r\x1b\a"))
 _MOST_CONTROLS = 0.02  # of the bytes of a text
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_=>()][0B]?|[\x00\x08\x0e\x0f]")
 _PREFIX = re.compile(
     r"""\[(?:rank|default|local_rank|worker|node)[ _:]?(?P<rank>\d+)\]:?\ ?
       | \[\d+,(?P<mpi>\d+)\]<std(?:out|err)>:\ ?
-      | (?P<srun>\d{1,4}):\ 
-      | \((?P<actor>[\w.]+\ pid=\d+[^)]*)\)\ 
+      | (?P<srun>\d{1,4}):[ ]
+      | \((?P<actor>[\w.]+\ pid=\d+[^)]*)\)[ ]
       | (?P<date>\[?\d{4}-\d\d-\d\d[T\ ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|\ ?[+-]\d\d:?\d\d)?\]?:?[\ \t]?(?:std(?:out|err)\ [FP]\ )?)
       | (?P<glog>\[?[IWEF]\d{3,4}\ \d\d:\d\d:\d\d\.\d+\ +(?:\d+\ )?\S+:\d+\]\ ?(?:\[[-\w]+/[-\w/]+\]\ )?)
       | (?P<clock>\[\d\d:\d\d:\d\d\]\ )""",
@@ -118,7 +127,7 @@ def _encoding(head: bytes) -> str:
     if max(even, odd) > 0.3 * max(1, len(head) // 2) and min(even, odd) < 0.1 * max(even, odd):
         return "utf-16-le" if odd > even else "utf-16-be"
     text = head.replace(b"\0", b"")  # a file that a power failure cut may end in zeros
-    if head and len(text) - len(text.translate(None, _CONTROLS)) > _MOST_CONTROLS * len(text) or (head and not text):
+    if (head and len(text) - len(text.translate(None, _CONTROLS)) > _MOST_CONTROLS * len(text)) or (head and not text):
         raise Unreadable("it is binary, not a log: give text files")
     return "utf-8"
 

@@ -1,4 +1,4 @@
-"""Which kind of failure a line or a traceback is, and how sure. Marks are looked for by one expression first, one by one only then."""
+"""Which kind of failure a line or a traceback is, and how sure. One expression looks for all marks, only then one by one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from diagnostics.logs import kinds_machine, kinds_threads
+from diagnostics.logs import kinds_gpu, kinds_machine, kinds_threads
 from diagnostics.logs.dumps import Dump
 from diagnostics.logs.kinds import UNKNOWN, Kind, Mark, Sure
-from diagnostics.logs.tracebacks import Traceback
+from diagnostics.logs.traceback import Traceback
 
-KINDS = (*kinds_threads.KINDS, *kinds_machine.KINDS)
+KINDS = (*kinds_threads.KINDS, *kinds_gpu.KINDS, *kinds_machine.KINDS)
 BY_ID = {kind.id: kind for kind in (*KINDS, UNKNOWN)}
 Match = tuple[Kind, Sure]
 _GATE_CHARACTERS = 14  # of a mark: enough to be rare, few enough to stand before a terminal's line break
@@ -25,9 +25,18 @@ _OWN_TRACE = re.compile(
     re.MULTILINE,
 )
 _STRUCTURE = (
-    "Traceback (most", 'File "', "recent call first", "Exception in thread", "Error", "Exception", "Interrupt", "Fatal Python", "(idle", "(active",
+    "Traceback (most",
+    'File "',
+    "recent call first",
+    "Exception in thread",
+    "Error",
+    "Exception",
+    "Interrupt",
+    "Fatal Python",
+    "(idle",
+    "(active",
     "Timeout (",
-)  # fmt: skip
+)
 
 
 def any_of(texts: Iterable[str]) -> str:
@@ -53,7 +62,7 @@ def of_line(text: str) -> Match | None:
 
 
 def of_traceback(traceback: Traceback) -> tuple[Match, bool]:
-    """The kind of a traceback and what was printed before it, `unknown` included, and whether lines after its message were needed."""
+    """The kind of a traceback with its causes, `unknown` included, and whether lines after its message were needed."""
     matches: list[Match] = []
     for one in traceback.chain:
         stack = "\n".join(f"{frame.file}:{frame.function}" for frame in one.frames)
@@ -109,5 +118,7 @@ def _whose(match: Match, traceback: Traceback, stack: str) -> Match:
 def _best(matches: list[Match]) -> Match | None:
     """The one that says most: a cause before its consequence, a special kind before a general one, the surest."""
     return min(
-        matches, default=None, key=lambda match: (match[0].id in _GENERAL, match[0].severity == "info", match[0].follows, _SURE.index(match[1]))
+        matches,
+        default=None,
+        key=lambda match: (match[0].id in _GENERAL, match[0].severity == "info", match[0].follows, _SURE.index(match[1])),
     )

@@ -1,7 +1,7 @@
 """One log, read once from its beginning: every failure goes into the groups. Time grows with the log, memory does not.
 
-A block without a trigger (`recognise.GATE`) is only counted, unless a traceback or a dump is open. A line that a terminal has wrapped in
-the middle of a message is put together with the next one.
+A block without a trigger (`recognise.GATE`) is only counted, unless a traceback or a dump is open. A line that a terminal has
+wrapped in the middle of a message is put together with the next one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from diagnostics.logs.dumps import Dump, DumpReader
 from diagnostics.logs.groups import Groups
 from diagnostics.logs.reader import Line, Unreadable, blocks, lines
 from diagnostics.logs.recognise import GATE, of_dump, of_line, of_traceback
-from diagnostics.logs.tracebacks import Traceback, TracebackReader
+from diagnostics.logs.traceback import Traceback
+from diagnostics.logs.tracebacks import TracebackReader
 
 _SWEEP_LINES = 5000
-_WRAPPED = 40  # characters: a terminal is not narrower
+_WRAPPED = 25  # characters, without what loggers put before: a terminal is not narrower
 
 
 class LogSearch:

@@ -1,8 +1,8 @@
 """How fast is triage? `python -m diagnostics.logs.speed [--megabytes N] [--errors SHARE] [--folder DIR]`.
 
-Writes a log of a training run (N megabytes; of its lines, SHARE belong to tracebacks), reads it line by line in plain Python, then with triage,
-deletes it, and prints for both MB/s (10^6 bytes, of processor time) and triage's peak memory. The log is as interleaved ranks write it.
-Exit codes: 0 measured · 2 bad usage or no room for the log.
+Writes a log of a training run (N megabytes; of its lines, SHARE belong to tracebacks), reads it line by line in plain Python,
+then with triage, deletes it, and prints for both MB/s (10^6 bytes, of processor time) and triage's peak memory. The log is as
+interleaved ranks write it. Exit codes: 0 measured · 2 bad usage or no room for the log.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = sum(group.count for group in groups.ordered())
     print(  # noqa: T201 - the result
-        f"{size / 1e6:.0f} MB, {plain_lines:,} lines; plain loop {size / 1e6 / plain:.0f} MB/s ({plain:.1f} s); triage {size / 1e6 / triage:.0f} MB/s "
-        f"({triage:.1f} s), {found:,} failures found in {search.lines:,} lines, peak memory {peak / 1024:.0f} MiB ({(peak - before) / 1024:.0f} MiB more)"
+        f"{size / 1e6:.0f} MB, {plain_lines:,} lines; plain loop {size / 1e6 / plain:.0f} MB/s ({plain:.1f} s); triage "
+        f"{size / 1e6 / triage:.0f} MB/s "
+        f"({triage:.1f} s), {found:,} failures found in {search.lines:,} lines, peak memory {peak / 1024:.0f} MiB "
+        f"({(peak - before) / 1024:.0f} MiB more)"
     )
     return 0
 
@@ -69,7 +71,9 @@ def _lines(errors: float) -> Iterator[str]:
     debt = 0.0
     for step in itertools.count():
         rank = step % _RANKS
-        yield f"[rank{rank}]: 2026-11-30 04:{step // 60 % 60:02d}:{step % 60:02d},{step % 1000:03d} INFO trainer: step {step} loss {1 + step % 97 / 97:.4f} grad_norm 0.93 lr 6.0e-04 tok/s 21503\n"
+        stamp = f"2026-11-30 04:{step // 60 % 60:02d}:{step % 60:02d},{step % 1000:03d}"
+        numbers = f"step {step} loss {1 + step % 97 / 97:.4f} grad_norm 0.93 lr 6.0e-04 tok/s 21503"
+        yield f"[rank{rank}]: {stamp} INFO trainer: {numbers}\n"
         debt += errors / max(1e-9, 1 - errors)
         if debt >= len(_TRACEBACK):
             debt -= len(_TRACEBACK)
@@ -92,8 +96,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m diagnostics.logs.speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=int, default=200, metavar="N", help="size of the log (default 200)")
-    parser.add_argument("--errors", type=float, default=0.01, metavar="SHARE", help="share of lines that are tracebacks (default 0.01)")
-    parser.add_argument("--folder", type=Path, default=None, metavar="DIR", help="where to write the log (default: the system's own place)")
+    parser.add_argument(
+        "--errors", type=float, default=0.01, metavar="SHARE", help="share of lines that are tracebacks (default 0.01)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=None, metavar="DIR", help="where to write the log (default: the system's own place)"
+    )
     options = parser.parse_args(arguments)
     if options.megabytes < 1 or not 0 <= options.errors < 1:
         parser.error("use at least 1 for --megabytes, and 0 or above and below 1 for --errors")

@@ -1,26 +1,25 @@
 """Tracebacks out of lines: chained, in threads, of interleaved ranks, cut off at either end, wrapped by a terminal.
 
-Each stream (rank) is read by itself. Where a log does not say whose a line is, several tracebacks can be open at once: a frame goes
-to the one that it continues as another one already went on (ranks that fail alike), else to the one touched last, and all of them
-say that they are `interleaved`. No traceback is dropped: one that never ends is handed over as `truncated`.
+Each stream (rank) is read by itself. Where a log does not say whose a line is, several tracebacks can be open at once: a
+frame goes to the one that it continues as another one already went on (ranks that fail alike), else to the one touched last,
+and all of them say that they are `interleaved`. No traceback is dropped: one that never ends is handed over as `truncated`.
 
-Limits: frames beyond 300 are left out in the middle; a traceback is given up after 1000 lines that do not belong to it; of a message
-of several lines the first 12 are kept. An exception class is known by its place and by a name such as Python's.
+Limits: frames beyond 300 are left out in the middle; a traceback is given up after 1000 lines that do not belong to it; of a
+message of several lines the first 12 are kept. An exception class is known by its place and by a name such as Python's.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from diagnostics.logs.reader import Line
+from diagnostics.logs.traceback import MAX_SOURCE_LINES, Frame, Traceback
 
 _MAX_FRAMES = 300
 _MAX_OPEN = 16  # of one stream
 _MAX_STREAMS = 4096
 _MAX_QUIET_LINES = 1000
-_MAX_SOURCE_LINES = 4  # of one frame: Python 3.13 prints several
 _MAX_TAIL = 12
 _MAX_TEXT = 1000  # characters of one line of a message
 _MAX_CHAIN = 20
@@ -45,52 +44,6 @@ _LIKE_AN_EXCEPTION = re.compile(
 )
 _LOWER_CASE = {"error", "timeout", "gaierror", "herror"}
 _NOT_EXCEPTIONS = {"Epoch", "Step", "Loss", "Note", "Rank", "Time", "Iter", "Progress", "Info", "Warning", "Error", "Debug"}
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One call."""
-
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(kw_only=True, slots=True)
-class Traceback:
-    """What was printed of one exception; `cause` is the one printed before it in the same chain."""
-
-    stream: str
-    first_line: int
-    last_line: int
-    thread: str = ""
-    frames: list[Frame] = field(default_factory=list)
-    exception: str = ""  # its class as printed; empty where the log ends before
-    message: str = ""
-    tail: list[Line] = field(default_factory=list)  # lines after the message's first
-    cause: Traceback | None = None
-    link: str = ""
-    truncated: str = ""  # "start" or "end"
-    interleaved: bool = False
-
-    @property
-    def is_stack(self) -> bool:
-        """Frames without head and exception inside a log: a stack that was only printed, as anomaly mode does."""
-        return self.truncated == "start" and not self.exception and self.first_line > _MAX_SOURCE_LINES
-
-    @property
-    def text(self) -> str:
-        """Class, message and what follows it."""
-        head = f"{self.exception}: {self.message}" if self.message else self.exception
-        return "\n".join((head, *(line.text for line in self.tail)))
-
-    @property
-    def chain(self) -> Iterator[Traceback]:
-        """This one, then what was printed before it."""
-        at: Traceback | None = self
-        while at is not None:
-            yield at
-            at = at.cause
 
 
 @dataclass(slots=True)
@@ -203,9 +156,13 @@ def _begin(stream: _Stream, line: Line, header: re.Match[str]) -> list[Traceback
         done.append(before)
         before = None
     traceback = Traceback(
-        stream=line.stream, thread=stream.thread or (before.thread if before else ""), first_line=line.number, last_line=line.number,
-        cause=before, link=stream.link if before else "",
-    )  # fmt: skip
+        stream=line.stream,
+        thread=stream.thread or (before.thread if before else ""),
+        first_line=line.number,
+        last_line=line.number,
+        cause=before,
+        link=stream.link if before else "",
+    )
     stream.thread, stream.grouped = "", stream.grouped or header["group"] is not None
     indent = len(header["before"]) if not header["before"].strip() else 0
     stream.open.append(_Open(traceback, indent))
@@ -229,7 +186,9 @@ def _frame(stream: _Stream, text: str) -> Frame | None:
 
 def _owner(stream: _Stream, line: Line, frame: Frame) -> _Open:
     if not stream.open:
-        traceback = Traceback(stream=line.stream, first_line=line.number, last_line=line.number, truncated="start", thread=stream.thread)
+        traceback = Traceback(
+            stream=line.stream, first_line=line.number, last_line=line.number, truncated="start", thread=stream.thread
+        )
         stream.open.append(_Open(traceback, 0))
     newest = max(stream.open, key=lambda one: one.traceback.last_line)
     if len(stream.open) == 1:
@@ -261,7 +220,7 @@ def _ends(stream: _Stream, number: int, text: str) -> _Open | None:
     if _LIKE_AN_EXCEPTION.search(last) or ("." in found["name"] and last in _LOWER_CASE):
         return owner
     named = last[0].isupper() and not last.isupper()
-    return owner if named and owner.traceback.frames and number - owner.traceback.last_line <= _MAX_SOURCE_LINES else None
+    return owner if named and owner.traceback.frames and number - owner.traceback.last_line <= MAX_SOURCE_LINES else None
 
 
 def _close(stream: _Stream, owner: _Open, number: int, text: str) -> None:
@@ -276,16 +235,21 @@ def _alone(stream: _Stream, line: Line, name: str, text: str) -> Traceback:
     """An exception whose frames were cut off, or never printed."""
     thread, stream.thread = stream.thread, ""
     return Traceback(
-        stream=line.stream, first_line=line.number, last_line=line.number, thread=thread, truncated="start",
-        exception=name, message=text.partition(":")[2].strip()[:_MAX_TEXT],
-    )  # fmt: skip
+        stream=line.stream,
+        first_line=line.number,
+        last_line=line.number,
+        thread=thread,
+        truncated="start",
+        exception=name,
+        message=text.partition(":")[2].strip()[:_MAX_TEXT],
+    )
 
 
 def _pass(stream: _Stream, number: int, text: str, done: list[Traceback]) -> bool:
     """A source line or carets, which belong to a traceback, or something else between its lines, which does not."""
     source = text.startswith((" ", *_RICH)) or _CARETS.match(text) is not None
     newest = max(stream.open, key=lambda one: one.traceback.last_line, default=None)
-    used = newest is not None and source and number - newest.traceback.last_line <= _MAX_SOURCE_LINES
+    used = newest is not None and source and number - newest.traceback.last_line <= MAX_SOURCE_LINES
     if used and newest is not None and newest.traceback.last_line < number and not newest.piece:
         newest.traceback.last_line = number
     for one in [one for one in stream.open if number - one.traceback.last_line > _MAX_QUIET_LINES]:

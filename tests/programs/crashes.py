@@ -1,8 +1,9 @@
-"""Programs that fail, for real: `python tests/programs/crashes.py NAME...`. Their standard error is a log for the tests of triage.
+"""Programs that really fail: `python tests/programs/crashes.py NAME...`. Their standard error is a log for tests of triage.
 
-`race` a compiled call meets another thread's trace; `leak` two traces end in the order in which they began; `limit` more shapes than
-the recompile limit; `flex` uncompiled flex_attention; `nan` anomaly mode; `missing` an import; `chain` an error while another is
-handled; `full` a full device; `ranks` two gloo ranks (under torchrun), of which one raises while the other waits for it. Under torchrun only rank 1 does the others.
+`race` a compiled call meets another thread's trace; `leak` two traces end in the order in which they began; `limit` more
+shapes than the recompile limit; `flex` uncompiled flex_attention; `nan` anomaly mode; `missing` an import; `chain` an error
+while another is handled; `full` a full device; `ranks` two gloo ranks (under torchrun), of which one raises while the other
+waits for it. Under torchrun only rank 1 does the others.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention
 
 
 class Parked(nn.Module):
@@ -58,14 +62,14 @@ def race() -> None:
 
 
 def make_fx_of(module: nn.Module) -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     make_fx(module)(torch.ones(2))
 
 
 def leak() -> None:
     first, second = Parked(), Parked()
-    threads = [threading.Thread(target=make_fx_of, args=(module,), name=f"traces-{n}") for n, module in enumerate((first, second))]
+    threads = [
+        threading.Thread(target=make_fx_of, args=(module,), name=f"traces-{n}") for n, module in enumerate((first, second))
+    ]
     for thread, module in zip(threads, (first, second), strict=True):
         thread.start()
         module.inside.wait(60)
@@ -94,8 +98,6 @@ def limit() -> None:
 
 
 def flex() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
     q = torch.ones(1, 1, 16, 16)
     flex_attention(q, q, q)
 
@@ -107,18 +109,18 @@ def nan() -> None:
 
 
 def missing() -> None:
-    import a_package_that_is_missing  # noqa: F401
+    import a_package_that_is_missing  # noqa: F401, PLC0415 - the failure
 
 
 def chain() -> None:
     try:
         {}["step"]
     except KeyError:
-        raise ValueError("no such step: 7")
+        raise ValueError("no such step: 7")  # noqa: B904 - the chain is the point
 
 
 def full() -> None:
-    with open("/dev/full", "w") as file:
+    with Path("/dev/full").open("w") as file:
         file.write("x" * 100_000)
 
 
@@ -142,5 +144,5 @@ if __name__ == "__main__":
             continue
         try:
             PROGRAMS[name]()
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, it is printed
             traceback.print_exc()
