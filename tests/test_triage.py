@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch.fx._symbolic_trace as symbolic_trace
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diagnostics import catalogue, hang, triage
+from diagnostics.logs import reader
 from diagnostics.logs.groups import Group, Groups
 from diagnostics.logs.kinds import UNKNOWN
 from diagnostics.logs.recognise import GATE, KINDS, of_line
@@ -283,6 +286,18 @@ def test_lines_are_numbered_as_an_editor_numbers_them(filler: int, tail: str) ->
     reading = LogSearch("log", groups)
     reading.read(io.BytesIO(text.encode()))
     assert groups.ordered()[0].evidence[0].first_line == filler + 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text("ab \n\r\té", max_size=60), st.integers(1, 9), st.integers(1, 9))
+def test_blocks_of_any_size_are_whole_lines_and_lose_nothing(text: str, head: int, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "_HEAD_BYTES", head)
+        patch.setattr(reader, "BLOCK_BYTES", size)
+        found = list(reader.blocks(io.BytesIO(text.encode())))
+    assert b"".join(found) == text.encode()
+    short = max(map(len, text.encode().split(b"\n"))) < size
+    assert not short or all(block.endswith(b"\n") for block in found[:-1])
 
 
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

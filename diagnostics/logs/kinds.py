@@ -2,7 +2,8 @@
 
 A `Mark` is text that PyTorch, Triton, NCCL, CUDA, the driver or the kernel prints. Blanks do not count when it is looked for,
 because terminals wrap lines. `sure` says how sure the *kind* is: certain where nothing else prints these words, likely or
-possible where something else can. Why a failure came about is said only as far as the log shows it. The kinds are in kinds_threads.py (tracing, compiling), kinds_gpu.py (GPUs, driver, ranks) and kinds_machine.py (the rest).
+possible where something else can. Why a failure came about is said only as far as the log shows it.
+The kinds are in kinds_threads.py (tracing, compiling), kinds_gpu.py (GPUs, driver, ranks), kinds_machine.py (the rest).
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def _begin(stream: _Stream, line: Line, header: re.Match[str]) -> list[Traceback
 def _frame(stream: _Stream, text: str) -> Frame | None:
     waiting = next((one for one in stream.open if one.piece), None)
     if waiting is not None:
-        text, waiting.piece = waiting.piece + text.lstrip() if text.lstrip() != text else waiting.piece + text, ""
+        text, waiting.piece = waiting.piece + text, ""
     found = _FRAME.match(text) or _RICH_FRAME.match(text)
     if found is not None:
         return Frame(found["file"], int(found["line"]), (found["function"] or "").strip())
