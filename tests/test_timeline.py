@@ -170,7 +170,7 @@ def test_a_slow_down_within_one_run_is_a_change_at_its_time(tmp_path: Path) -> N
 
 
 def test_noise_is_no_change(tmp_path: Path) -> None:
-    run = read(write_log(tmp_path / "a.log", steps(NOW - 9000, [1000.0, 850.0, 1100.0, 900.0] * 20)), NOW)
+    run = read(write_log(tmp_path / "a.log", steps(NOW - 9000, [1000.0 - 250 * (n // 10 % 2) + n % 7 for n in range(120)])), NOW)
     assert moments(states([run]), []) == []
 
 
