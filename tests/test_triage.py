@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -162,6 +163,30 @@ def test_a_real_dump_of_the_deadlock_names_both_threads(dumps: dict[str, str], p
     assert "gradient_on_device" in holds
     assert "waits for the compile lock" in waits
     assert "recompute" in waits
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 25_000), st.integers(0, 25_000))
+def test_a_real_log_cut_anywhere_keeps_what_is_whole_in_it(crashes: Path, start: int, length: int) -> None:
+    piece = crashes.read_bytes()[start : start + length]
+    found = {group.kind.id for group in search(piece)}
+    for words, kind in ((b"ModuleNotFoundError: No module named 'a_p", "missing-dependency"), (b"CURRENT_PATCHER is None", "F5")):
+        whole = words in piece[piece.find(b"\n") + 1 : piece.rfind(b"\n") + 1]
+        assert not whole or kind in found
+
+
+@pytest.mark.parametrize("printed_by", ["py-spy", "faulthandler"])
+def test_a_dump_that_begins_at_any_thread_shows_the_deadlock_if_both_threads_are_left(
+    dumps: dict[str, str], printed_by: str
+) -> None:
+    text = dumps[printed_by]
+    seen = set()
+    for begin in re.finditer(r"^(?:Thread|Current thread) ", text, re.MULTILINE):
+        left = text[begin.start() :]
+        both = bool(re.search(r"recompute\b", left)) and bool(re.search(r"\bbackend\b", left))
+        assert ("F8" in {group.kind.id for group in search(left)}) == both
+        seen.add(both)
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize(("line", "kind"), LINES.items(), ids=LINES.values())
