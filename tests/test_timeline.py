@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from diagnostics import timeline
-from diagnostics.dated import caches, code, machine, packages
+from diagnostics.dated import caches, code, machine, packages, runs
 from diagnostics.dated.deduced import deduce
 from diagnostics.dated.entry import Entry
 from diagnostics.dated.moments import Moment, moments, states
@@ -35,8 +35,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def changes(case: Path) -> list[Moment]:
-    found, runs = timeline.gather(places([case]), NOW, system=False)
-    return moments(states(runs), deduce(found.entries, runs))
+    found, logs = timeline.gather(places([case]), NOW, system=False)
+    return moments(states(logs), deduce(found.entries, logs))
 
 
 def kinds(change: Moment) -> list[str]:
@@ -167,6 +167,15 @@ def test_a_slow_down_within_one_run_is_a_change_at_its_time(tmp_path: Path) -> N
     (change,) = moments(states([run]), [])
     assert (change.before.label, change.after.label) == ("healthy", "slow")
     assert abs(change.after.begin_seconds - (NOW - 9000 + 600)) <= 60
+
+
+def test_a_long_log_is_thinned_and_keeps_its_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_MAX_SAMPLES", 100)
+    run = read(write_log(tmp_path / "a.log", steps(NOW - 90_000, [1000.0] * 2000 + [200.0] * 2000)), NOW)
+    assert len(run.samples) < 100
+    (change,) = moments(states([run]), [])
+    assert abs(change.after.begin_seconds - (NOW - 90_000 + 20_000)) < 3000
+    assert run.end_seconds == NOW - 90_000 + 39_990
 
 
 def test_noise_is_no_change(tmp_path: Path) -> None:

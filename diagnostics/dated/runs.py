@@ -1,8 +1,8 @@
 """Runs out of logs: when each began and ended, its throughput over time, and its failures as triage sees them.
 
 Throughput is read from `tok/s`, `tokens_per_second`, `samples/s`, `it/s` in plain lines and from the steps of our
-events.jsonl. A failure is dated by the last dated line before it. Limits: a log without dates has only its file's; the unit
-that a log names most is the one compared.
+events.jsonl. A failure is dated by the last dated line before it. Of a long log every second, fourth, ... rate is kept.
+Limits: a log without dates has only its file's; the unit that a log names most is the one compared.
 """
 
 from __future__ import annotations
@@ -125,12 +125,15 @@ class _Reading:
             self.backwards += 1
         self.stamps.append((line, seconds))
 
-    def rate(self, line: int, unit: str, value: float) -> None:
+    def wanted(self) -> bool:
+        """Whether the next line with a rate is one of those that are kept."""
         self.seen += 1
-        if self.seen % self.every == 0:
-            self.rates.append((line, unit, value))
+        return self.seen % self.every == 0
+
+    def rate(self, line: int, unit: str, value: float) -> None:
+        self.rates.append((line, unit, value))
         if len(self.rates) >= _MAX_SAMPLES:
-            self.rates, self.every = self.rates[::2], self.every * 2
+            self.rates, self.stamps, self.every = self.rates[::2], self.stamps[::2], self.every * 2
 
     def seconds_at(self, line: int) -> float | None:
         if not self.stamps:
@@ -147,7 +150,7 @@ def _plain(path: Path, stamps: Stamps) -> _Reading:
             for raw in block.splitlines():
                 number += 1
                 last.append((number, raw))
-                rated = b"/s" in raw or b"_per_sec" in raw
+                rated = (b"/s" in raw or b"_per_sec" in raw) and reading.wanted()
                 if rated or number <= _HEAD_LINES:
                     _read_line(reading, number, decode(raw), stamps, rated=rated)
     for line, raw in last:
@@ -178,7 +181,7 @@ def _events(path: Path) -> _Reading:
                 continue
             reading.stamp(number, seconds)
             rate = (event.get("fields") or {}).get("tokens_per_second") if event.get("name") == "step" else None
-            if isinstance(rate, int | float):
+            if isinstance(rate, int | float) and reading.wanted():
                 reading.rate(number, "tok/s", float(rate))
     return reading
 
