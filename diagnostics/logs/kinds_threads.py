@@ -57,7 +57,7 @@ KINDS = (
         Mark("hit config.cache_size_limit"),
         Mark("hit config.accumulated_recompile_limit"),
         Mark("hit config.accumulated_cache_size_limit"),
-        Mark("Hard failure due to f"),  # ullgraph=True, ail_on_recompile_limit_hit
+        Mark("Hard failure due to f"),  # of fullgraph=True, or of fail_on_recompile_limit_hit
         Mark("FailOnRecompileLimitHit"),
         no_help="suppress_errors, or only hiding the warning: the function stays uncompiled for the life of the process.",
         severity="hazard",

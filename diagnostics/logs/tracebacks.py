@@ -1,11 +1,13 @@
 """Tracebacks out of lines: chained, in threads, of interleaved ranks, cut off at either end, wrapped by a terminal.
 
 Each stream (rank) is read by itself. Where a log does not say whose a line is, several tracebacks can be open at once: a
-frame goes to the one that it continues as another one already went on (ranks that fail alike), else to the one touched last,
-and all of them say that they are `interleaved`. No traceback is dropped: one that never ends is handed over as `truncated`.
+frame goes to the one that it continues as another one already went on (ranks that fail alike), else to the one that is ahead
+of its likes, else to the one touched last; all say that they are `interleaved`. No traceback is dropped: one that never ends
+is handed over as `truncated`.
 
 Limits: frames beyond 300 are left out in the middle; a traceback is given up after 1000 lines that do not belong to it; of a
-message of several lines the first 12 are kept. An exception class is known by its place and by a name such as Python's.
+message of several lines the first 12 are kept; a frame that was wrapped behind its line number keeps half a name. An
+exception class is known by its place and by a name such as Python's.
 """
 
 from __future__ import annotations
