@@ -46,7 +46,7 @@ def case_study(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
     """Prove the laws."""
-    _run(session, "-m", "pytest", "-n", "2", *session.posargs)  # most tests wait for child processes
+    _run(session, "-m", "pytest", "-n", "2", "--dist", "loadgroup", *session.posargs)  # most tests wait for child processes
 
 
 @nox.session(venv_backend="none", requires=["environment"])

@@ -3,7 +3,7 @@
 | policy | threads compile | protected by |
 |---|---|---|
 | `prewarm` (default) | never: the main thread does it first, forward and backward; then frozen | isolation |
-| `isolate` | at once, each at its first micro-batch | isolation |
+| `isolate` | at once, those of one device after its first, whose code they share | isolation |
 | `lock` | in turns, while nobody else works | one lock around each first micro-batch |
 | `force` | at once | `force_compile_during_fx_trace`: the error F1 only |
 | `none` | at once | nothing: for measuring what the others are worth |
@@ -56,7 +56,9 @@ class CompilePolicy:
         self.config = config
         self._counts = CompileCounts()
         self._turns = Turns()
-        self._begun: set[tuple[str, str]] = set()
+        self._begun: set[tuple[str, str]] = set()  # worker, work
+        self._compiled: set[tuple[torch.device, str]] = set()
+        self._firsts: dict[tuple[torch.device, str], threading.Lock] = {}
         # Per code object, over all drafters and devices; threads that compile at once each fill an entry with the same graph.
         self._settings: dict[str, Any] = {
             "recompile_limit": max(dynamo.recompile_limit, KINDS * COMPILES_PER_KIND * num_drafters)
@@ -110,10 +112,10 @@ class CompilePolicy:
             yield
 
     @contextlib.contextmanager
-    def turn(self, worker: str, work: str) -> Iterator[None]:
-        """One micro-batch of a worker. Its first one of each kind of work may compile."""
+    def turn(self, worker: str, work: str, device: torch.device) -> Iterator[None]:
+        """One micro-batch of a worker on `device`. Its first one of each kind of work may compile."""
         first = (worker, work) not in self._begun
-        with self._place(alone=first), self._counts.expecting(first):
+        with self._place(device, work, first=first), self._counts.expecting(first):
             yield
         self._begun.add((worker, work))
 
@@ -150,10 +152,24 @@ class CompilePolicy:
             allowed=self.config.allow_recompiles,
         )
 
-    def _place(self, *, alone: bool) -> AbstractContextManager[None]:
-        if self.config.policy != "lock":
-            return contextlib.nullcontext()
-        return self._turns.alone() if alone else self._turns.together()
+    def _place(self, device: torch.device, work: str, *, first: bool) -> AbstractContextManager[None]:
+        if self.config.policy == "lock":
+            return self._turns.alone() if first else self._turns.together()
+        if self.config.policy == "isolate" and first:
+            return self._after_the_first(device, work)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _after_the_first(self, device: torch.device, work: str) -> Iterator[None]:
+        """Wait while another worker of the device compiles this work; the code is shared (F12: each would compile it)."""
+        key = (device, work)
+        lock = self._firsts.setdefault(key, threading.Lock())
+        with contextlib.ExitStack() as alone:
+            alone.enter_context(lock)
+            if key in self._compiled:
+                alone.close()
+            yield
+            self._compiled.add(key)
 
     @contextlib.contextmanager
     def _isolation(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ class TargetModelWorker:
 
     def run(self, batch: PackedBatch) -> TargetStates:
         """The states of any batch, complete on this worker's device."""
-        with self._policy.turn(self.name, "target"):
+        with self._policy.turn(self.name, "target", self.device):
             return self._run(batch)
 
     def _run(self, batch: PackedBatch) -> TargetStates:
@@ -90,7 +90,7 @@ class DrafterModelWorker:
 
     def accumulate(self, states: TargetStates) -> None:
         """Add the gradients of one micro-batch. Raises NonFiniteError; returns when the device is done."""
-        with self._policy.turn(self.name, "training"):
+        with self._policy.turn(self.name, "training", self.device):
             self._accumulate(states.to(self.device))
 
     def _accumulate(self, states: TargetStates) -> None:
@@ -104,7 +104,7 @@ class DrafterModelWorker:
     @torch.no_grad()
     def validate(self, states: TargetStates) -> LossSums:
         """The sums of a held-out micro-batch, without gradients."""
-        with self._policy.turn(self.name, "validation"):
+        with self._policy.turn(self.name, "validation", self.device):
             return self.loss(states.to(self.device))
 
     def take_contributions(self) -> list[Contribution]:

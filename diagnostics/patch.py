@@ -176,7 +176,10 @@ class Function(Point):
 
 
 class Check(Function):
-    """A function without arguments that is asked all the time and answers False: whoever hears of true answers only is cheap."""
+    """A function without arguments that is asked all the time and answers False: whoever hears of true answers only is cheap.
+
+    Where nobody hears of every call and `listen(on=False)` said that none can answer true, torch's own code runs: free of cost.
+    """
 
     def __init__(self, module: str, name: str) -> None:
         super().__init__(module, name, (), only=True)
@@ -188,6 +191,7 @@ class Check(Function):
         self._every.append(None)
         try:
             with super().subscribed(subscriber, report):
+                self.listen(on=True)
                 yield
         finally:
             self._every.pop()
@@ -196,7 +200,19 @@ class Check(Function):
     def subscribed_to_answers(self, subscriber: Subscriber, report: Report) -> Iterator[None]:
         """`subscriber` hears of each call that answers true, and of one in CALLS_BETWEEN_SAMPLES of the others."""
         with super().subscribed(subscriber, report):
+            self.listen(on=True)
             yield
+
+    def listen(self, *, on: bool) -> None:
+        """Hear of calls from now on, or not; takes no lock, and is not for two threads at a time."""
+        if self._installed and self._in_place():
+            assert self._function is not None
+            code = self._code if on or self._every else self._original_code
+            assert code is not None
+            self._function.__code__ = code
+
+    def _in_place(self) -> bool:
+        return self._function is not None and self._function.__code__ in (self._code, self._original_code)
 
     def _observed(self) -> Any:
         assert self._original is not None

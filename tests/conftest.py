@@ -1,4 +1,7 @@
-"""Fixtures of the tests of dflash.data; what else they share is in helpers_data.py."""
+"""Fixtures of the tests of dflash.data; what else they share is in helpers_data.py.
+
+What they need is imported when a test asks for them: the tests of diagnostics also run where there is no transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_data import prepare_config, saved_target, tiny_target
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
+    from helpers_data import tiny_target  # noqa: PLC0415 - see the module's docstring
+
     return tiny_target()
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from helpers_data import saved_target  # noqa: PLC0415 - see the module's docstring
+
     return saved_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture
 def configure(tmp_path: Path, target: Path) -> Any:
     """A function that makes the configuration for some rows of prompts."""
+    from helpers_data import prepare_config  # noqa: PLC0415 - see the module's docstring
+
     return functools.partial(prepare_config, tmp_path, target)

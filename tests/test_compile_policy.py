@@ -14,6 +14,8 @@ from dflash.compile_policy import CompilePolicy, RecompileError
 from dflash.config import CompileConfig, ConfigError
 from dflash.fx.isolation import is_isolated
 
+CPU, OTHER = torch.device("cpu"), torch.device("meta")
+
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
@@ -153,15 +155,15 @@ def test_without_a_warm_up_the_first_micro_batch_of_a_kind_may_compile_and_later
     made = make(policy=policy)
     call = made.compiled(nn.Linear(4, 2))
     with made.watching(), made.frozen():
-        with made.turn("drafter-0", "training"):
+        with made.turn("drafter-0", "training", CPU):
             call(torch.ones(3, 4))
-        with made.turn("drafter-0", "validation"), torch.no_grad():
+        with made.turn("drafter-0", "validation", CPU), torch.no_grad():
             call(torch.ones(3, 4))
-        with made.turn("drafter-0", "training"):
+        with made.turn("drafter-0", "training", CPU):
             call(torch.ones(3, 4))
         made.check()
         assert made.report().compiles_in_warmup == 2
-        with made.turn("drafter-0", "training"):
+        with made.turn("drafter-0", "training", CPU):
             call(torch.ones(5, 4))
         with pytest.raises(RecompileError, match=r"in thread MainThread(.|\n)*size mismatch at index 0. expected 3, actual 5"):
             made.check()
@@ -170,30 +172,62 @@ def test_without_a_warm_up_the_first_micro_batch_of_a_kind_may_compile_and_later
 def test_under_lock_a_first_micro_batch_waits_for_all_others_and_later_ones_do_not() -> None:
     made = make(policy="lock")
     for worker in ("a", "b"):
-        with made.turn(worker, "training"):
+        with made.turn(worker, "training", CPU):
             pass
     both = threading.Barrier(2, timeout=60)
 
     def again() -> int:
-        with made.turn("a", "training"):
+        with made.turn("a", "training", CPU):
             return both.wait()
 
     inside, go = threading.Event(), threading.Event()
 
     def first() -> bool:
-        with made.turn("c", "training"):
+        with made.turn("c", "training", CPU):
             inside.set()
             return go.wait(60)
 
-    with made.turn("b", "training"):
+    with made.turn("b", "training", CPU):
         assert in_a_thread_beside(again, both.wait) in (0, 1)
     thread = threading.Thread(target=first)
-    with made.turn("b", "training"):
+    with made.turn("b", "training", CPU):
         thread.start()
         assert not inside.wait(0.2)  # a limit, not a race: it must stay out for as long as this turn lasts
     assert inside.wait(60)
     go.set()
     thread.join(60)
+
+
+def test_under_isolate_the_first_of_a_device_compiles_alone_there_and_the_others_go_on_together() -> None:
+    made = make(policy="isolate")
+    entered: list[str] = []
+    both = threading.Barrier(2, timeout=60)
+
+    def follow(worker: str) -> None:
+        with made.turn(worker, "training", CPU):
+            entered.append(worker)
+            both.wait()  # nobody would pass alone
+
+    followers = [threading.Thread(target=follow, args=(worker,)) for worker in ("b", "c")]
+    with made.turn("a", "training", CPU):
+        for thread in followers:
+            thread.start()
+        with made.turn("d", "training", OTHER), made.turn("e", "validation", CPU):  # neither waits
+            entered.append("others")
+        followers[0].join(0.2)  # a limit, not a race: it must stay out for as long as this turn lasts
+        assert entered == ["others"]
+    for thread in followers:
+        thread.join(60)
+    assert sorted(entered) == ["b", "c", "others"]
+    assert not both.broken
+
+
+def test_under_isolate_a_failed_first_micro_batch_leaves_the_turn_to_the_next() -> None:
+    made = make(policy="isolate")
+    with pytest.raises(ZeroDivisionError), made.turn("a", "training", CPU):
+        raise ZeroDivisionError
+    with made.turn("b", "training", CPU):
+        assert in_a_thread(made._firsts[CPU, "training"].locked)  # it compiles alone, as the first
 
 
 def in_a_thread_beside(function: Callable[[], object], beside: Callable[[], object]) -> object:

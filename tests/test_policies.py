@@ -12,6 +12,8 @@ from dflash import checkpoint
 from dflash.fx import seams
 from dflash.trainer import train
 
+pytestmark = pytest.mark.xdist_group("policies")  # one worker: its fixtures of the module take long
+
 PROTECTED = ("prewarm", "isolate", "lock", "force")
 
 
@@ -48,5 +50,6 @@ def test_the_policy_does_not_change_what_is_learned(runs: dict[str, Any]) -> Non
         torch.testing.assert_close(value, weights["eager"][name], rtol=1e-4, atol=1e-6)
 
 
-def test_drafters_of_one_device_share_compiled_code(runs: dict[str, Any]) -> None:
-    assert runs["prewarm"][1]["compiles_in_warmup"] == 1
+@pytest.mark.parametrize("policy", ["prewarm", "isolate", "lock"])
+def test_drafters_of_one_device_share_compiled_code(policy: str, runs: dict[str, Any]) -> None:
+    assert runs[policy][1]["compiles_in_warmup"] == 1

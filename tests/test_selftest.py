@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -16,12 +17,14 @@ import pytest
 import dflash.fx
 from diagnostics import selftest
 from diagnostics.catalogue import CATALOGUE
-from diagnostics.stress import scenarios
+from diagnostics.stress import replay, scenarios
 from diagnostics.stress.cures import POLICIES, Stage
 from diagnostics.stress.evidence import UnexpectedError, verdict
 from diagnostics.stress.replay import Job, Outcome, Server
 from diagnostics.stress.scenarios import SCENARIOS
 from diagnostics.stress.workers import ThreadWorker, park
+
+pytestmark = pytest.mark.xdist_group("selftest")  # one worker: its fixtures of the module take long
 
 ROOT = Path(__file__).parent.parent
 
@@ -173,7 +176,9 @@ ENDS = """
 
 def test_a_recipe_that_hangs_or_dies_is_ended_with_its_children_and_named() -> None:
     command = (sys.executable, "-c", textwrap.dedent(ENDS))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    environment = {**os.environ, **dict.fromkeys(replay.ONE_THREAD, "1")}  # as the server has it: forks start from one thread
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
     outcomes = {name: (state, what) for name, state, what in json.loads(done.stdout)}
     assert outcomes["dies"] == ("died", "died by signal SIGABRT: last words")
     state, what = outcomes["hangs"]

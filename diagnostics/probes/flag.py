@@ -1,8 +1,12 @@
 """Who meets a tracing flag, and what is left behind when all traces have ended.
 
 Up to torch 2.13 the flag is one for the process: a compiled call in an innocent thread meets the trace of another. From 2.14
-it is per thread, and a call can only meet its own. The shared state is read whenever the last trace in progress ends, once in
-ten thousand calls of compiled functions, and when the probe comes off.
+it is per thread, and a call can only meet its own. The shared state is read whenever the last trace in progress ends, and when
+the probe comes off.
+
+Compiled calls are listened to while a trace is in progress or a flag is left set; at other times none can meet a flag, and
+torch's own code answers, so that they cost nothing more. A probe that has just been attached listens to ten thousand calls
+first, because it does not know of traces that began before it.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ class FlagProbe(Probe):
         self._traces = Traces(log.not_observed, on_start=self._started, on_end=self._ended)
         self._since_quiet: dict[str, str] = {}  # threads that traced since the last quiet moment, and from which line
         self._known: set[str] = set()
+        self._left_set: set[int] = set()  # threads that found their flag set when no trace was in progress; 0: the process's flag
+        self._is_over = False
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -41,8 +47,11 @@ class FlagProbe(Probe):
         with patch.FLAG_CHECK.subscribed_to_answers(self._asked, self._log.not_observed), self._traces.watched():
             yield
             self._traces.when_quiet(self._look)
+            with self._traces.standing_still():
+                self._is_over = True
 
     def _started(self, trace: Trace, _others: tuple[Trace, ...]) -> None:
+        self._listen(on=True)
         self._since_quiet[trace.thread] = trace.where[-1] if trace.where else "a place outside the program"
 
     def _ended(self, _trace: Trace, _error: BaseException | None, quiet: bool) -> None:
@@ -50,9 +59,16 @@ class FlagProbe(Probe):
             self._look()
             self._since_quiet.clear()
 
+    def _listen(self, *, on: bool) -> None:
+        if not self._is_over:  # a trace that began while the probe came off
+            patch.FLAG_CHECK.listen(on=on)
+
     def _look(self) -> None:
         # Another thread may be compiling: that is no leak, and no moment to judge the compiling flag.
         state = dataclasses.replace(seams.tracing_state(), compiling=None)
+        whose = threading.get_ident() if state.flag_scope == "thread" else 0
+        (self._left_set.discard if state.flag is False else self._left_set.add)(whose)
+        self._listen(on=bool(self._left_set))
         for sentence in seams.leaks(state):
             if sentence not in self._known:
                 self._known.add(sentence)
@@ -67,7 +83,7 @@ class FlagProbe(Probe):
             if _asked_by_compiled_call():
                 self._met()
             return
-        self._traces.when_quiet(self._look)  # one call in ten thousand
+        self._traces.when_quiet(self._look)  # one call in ten thousand of those listened to
 
     def _met(self) -> None:
         me = threading.get_ident()

@@ -64,9 +64,15 @@ class Traces:
 
     def when_quiet(self, act: Callable[[], None]) -> None:
         """Call `act` unless a trace is in progress; none begins meanwhile."""
-        with self._lock:
+        with self.standing_still():
             if not self._active:
                 act()
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """No other thread's trace starts or ends inside the block."""
+        with self._lock:
+            yield
 
     def forked(self) -> None:
         """In a forked child: the other threads are gone, and one of them may have held the lock."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 _ROOT = Path(__file__).parents[2]
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LIMIT_SECONDS = 30.0
 PARALLEL = 2
 
@@ -65,7 +65,7 @@ class Server:
     def __enter__(self) -> Self:
         """Start it and read its plan. Raises ServerError."""
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1"), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+        environment = {**os.environ, **dict.fromkeys(ONE_THREAD, "1"), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
         command = (sys.executable, "-m", "diagnostics.stress.replay")
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
