@@ -169,6 +169,13 @@ def test_a_slow_down_within_one_run_is_a_change_at_its_time(tmp_path: Path) -> N
     assert abs(change.after.begin_seconds - (NOW - 9000 + 600)) <= 60
 
 
+def test_a_warning_in_the_log_of_a_slow_run_is_told_with_it(tmp_path: Path) -> None:
+    lines = steps(NOW - 9000, [1000.0] * 60 + [200.0] * 60)
+    lines.insert(60, "UserWarning: flex_attention called without torch.compile() - this will use an unfused implementation")
+    (change,) = moments(states([read(write_log(tmp_path / "a.log", lines), NOW)]), [])
+    assert "warns of F7-flex" in change.after.what
+
+
 def test_a_long_log_is_thinned_and_keeps_its_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "_MAX_SAMPLES", 100)
     run = read(write_log(tmp_path / "a.log", steps(NOW - 90_000, [1000.0] * 2000 + [200.0] * 2000)), NOW)

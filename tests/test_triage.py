@@ -25,6 +25,10 @@ from diagnostics.logs.kinds import UNKNOWN
 from diagnostics.logs.recognise import GATE, KINDS, of_line
 from diagnostics.logs.search import LogSearch
 
+pytestmark = [
+    pytest.mark.timeout(120),  # for failures: the wait for the deadlock has no end of its own
+    pytest.mark.xdist_group("triage"),  # one worker: its fixtures of the module take long
+]
 PROGRAMS = Path(__file__).parent / "programs"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 CRASHES = ("race", "foreign_module", "limit", "flex", "nan", "missing", "chain", "full", "leak", "ranks")
@@ -68,6 +72,7 @@ LINES = {  # words as the software prints them, and the kind
     "step 12 loss: nan grad_norm: 0.3": "nan",
     "FileNotFoundError: [Errno 2] No such file or directory: '/root/.triton/cache/ab/k.json.tmp.pid_1'": "cache-race",
     "OSError: [Errno 116] Stale file handle: '/tmp/torchinductor_root/iq/c.py'": "cache-race",
+    "torch._dynamo.exc.FailOnRecompileLimitHit: Hard failure due to fullgraph=True": "F7-hit",
     "ValueError: Pointer argument (at 2) cannot be accessed from Triton (cpu tensor?)": "triton-pointer",
 }
 

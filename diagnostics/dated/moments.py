@@ -88,14 +88,16 @@ def states(runs: Sequence[Run]) -> list[State]:
     best: dict[str, float] = {}
     for run in sorted(runs, key=lambda run: (run.begin_seconds, str(run.path))):
         errors = [failure for failure in run.failures if failure.error]
+        warned = ", ".join(dict.fromkeys(failure.kind for failure in run.failures if not failure.error))
         for segment in run.segments:
             reference = best.get(run.unit, 0.0)
             slow = segment.rate < LOWER * reference
             best[run.unit] = max(reference, segment.rate)
             ratio = f", {segment.rate / reference:.2f} of the best before" if reference else ""
+            said = f"; its log warns of {warned}" if slow and warned else ""
             found.append(
                 State(label="slow" if slow else "healthy", begin_seconds=segment.begin_seconds, end_seconds=segment.end_seconds,
-                      what=f"{segment.rate:,.0f} {run.unit}{ratio}", run=str(run.path))
+                      what=f"{segment.rate:,.0f} {run.unit}{ratio}{said}", run=str(run.path))
             )  # fmt: skip
         if errors:
             first = min(errors, key=lambda failure: failure.seconds)

@@ -13,10 +13,16 @@ _CACHE = (
 _NOT_PROCESS = "A warm-up in a process of its own, or a warm disk cache: each new process traces again."
 
 
-def _of_catalogue(failure: str, *marks: Mark, no_help: str, severity: Severity = "error") -> Kind:
+def _of_catalogue(failure: str, *marks: Mark, no_help: str, severity: Severity = "error", suffix: str = "") -> Kind:
     known = CATALOGUE[failure]
     return Kind(
-        id=failure, title=known.title, marks=marks, means=known.why, to_do=known.what_to_do, no_help=no_help, severity=severity
+        id=failure + suffix,
+        title=known.title,
+        marks=marks,
+        means=known.why,
+        to_do=known.what_to_do,
+        no_help=no_help,
+        severity=severity,
     )
 
 
@@ -57,10 +63,15 @@ KINDS = (
         Mark("hit config.cache_size_limit"),
         Mark("hit config.accumulated_recompile_limit"),
         Mark("hit config.accumulated_cache_size_limit"),
-        Mark("Hard failure due to f"),  # of fullgraph=True, or of fail_on_recompile_limit_hit
-        Mark("FailOnRecompileLimitHit"),
         no_help="suppress_errors, or only hiding the warning: the function stays uncompiled for the life of the process.",
         severity="hazard",
+    ),
+    _of_catalogue(
+        "F7",
+        Mark("Hard failure due to f"),  # of fullgraph=True, or of fail_on_recompile_limit_hit
+        Mark("FailOnRecompileLimitHit"),
+        no_help="Dropping fullgraph=True: the same calls then run uncompiled, without an error.",
+        suffix="-hit",
     ),
     Kind(
         id="F7-flex",
