@@ -216,6 +216,11 @@ def test_every_kind_says_what_to_do_and_what_does_not_help() -> None:
         assert all(GATE.search(mark.text.encode()) for mark in kind.marks)
 
 
+def test_the_readme_names_every_kind() -> None:
+    text = (Path(triage.__file__).parent / "README.md").read_text()
+    assert [kind.id for kind in KINDS if f"`{kind.id}`" not in text] == []
+
+
 @pytest.mark.parametrize(
     "line",
     [

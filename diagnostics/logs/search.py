@@ -62,29 +62,28 @@ class LogSearch:
 
     def _read_line(self, raw: bytes) -> None:
         self.lines += 1
-        gated = GATE.search(raw) is not None
         for line in lines(raw, self.lines):
-            self.feed(line, gated=gated)
+            self.feed(line)
         if self.lines % _SWEEP_LINES == 0:
             self._take(self._tracebacks.sweep(self.lines), self._dumps.sweep(self.lines))
 
-    def feed(self, line: Line, *, gated: bool) -> None:
-        """Read one line; without a trigger (`gated`) it is only looked at by what is open."""
+    def feed(self, line: Line) -> None:
+        """Read one line."""
         dumped, dumps = self._dumps.feed(line)
         used, tracebacks = (False, []) if dumped else self._tracebacks.feed(line)
         self._take(tracebacks, dumps)
         begun, self._begun = self._begun, None
-        if not (dumped or used) and line.text and (gated or begun is not None):
-            self._match_line(line, begun, gated=gated)
+        if not (dumped or used) and line.text and (begun is not None or GATE.search(line.text.encode())):
+            self._match_line(line, begun)
 
-    def _match_line(self, line: Line, begun: Line | None, *, gated: bool) -> None:
+    def _match_line(self, line: Line, begun: Line | None) -> None:
         match = of_line(line.text)
         if match is None and begun is not None and begun.stream == line.stream:
             match = of_line(begun.text + line.text)
             line = begun if match is not None else line
         if match is not None:
             self._groups.add_line(self._log, match, line.number, line.stream, line.text)
-        elif begun is None and gated and len(line.text) >= _WRAPPED:
+        elif begun is None and len(line.text) >= _WRAPPED:
             self._begun = line
 
     def _take(self, tracebacks: list[Traceback], dumps: list[Dump]) -> None:
