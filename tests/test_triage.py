@@ -22,7 +22,7 @@ from diagnostics import catalogue, hang, triage
 from diagnostics.logs import reader
 from diagnostics.logs.groups import Group, Groups
 from diagnostics.logs.kinds import UNKNOWN
-from diagnostics.logs.recognise import GATE, KINDS, of_line
+from diagnostics.logs.recognise import KINDS, gated, of_line
 from diagnostics.logs.search import LogSearch
 
 pytestmark = [
@@ -201,6 +201,18 @@ def test_known_words_name_their_kind(line: str, kind: str) -> None:
     assert (group.evidence[0].first_line, group.evidence[0].log) == (2, "log")
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([*LINES, "", "step 5 loss 2.0 tok/s 21503", "of an iterator: failed never", "\tindented"]), max_size=25
+    )
+)
+def test_every_line_with_known_words_is_counted_wherever_it_stands(lines: list[str]) -> None:
+    found = search("\n".join(lines))
+    assert sum(group.count for group in found) == sum(line in LINES for line in lines)
+    assert {group.kind.id for group in found} == {LINES[line] for line in lines if line in LINES}
+
+
 @pytest.mark.parametrize("message", [message for message, _ in catalogue._MESSAGES])
 def test_every_message_of_the_catalogue_is_known_here_by_the_same_id(message: str) -> None:
     match = of_line(message)
@@ -213,7 +225,7 @@ def test_every_kind_says_what_to_do_and_what_does_not_help() -> None:
     assert len({kind.id for kind in KINDS}) == len(KINDS)
     for kind in (*KINDS, UNKNOWN):
         assert min(map(len, (kind.title, kind.means, kind.to_do, kind.no_help))) > 0
-        assert all(GATE.search(mark.text.encode()) for mark in kind.marks)
+        assert all(gated(mark.text) for mark in kind.marks)
 
 
 def test_the_readme_names_every_kind() -> None:

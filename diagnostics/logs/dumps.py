@@ -121,7 +121,7 @@ class DumpReader:
         if dump is None and not line.text.startswith(_BEGINNINGS):
             return False, []
         cause, thread = _CAUSE.match(line.text), _thread(line.text)
-        if cause is not None and (dump is None or dump.threads):
+        if cause is not None and (dump is None or dump.threads or cause["cause"].startswith(("Fatal", "Timeout"))):
             self._open[line.stream] = Dump(
                 stream=line.stream, first_line=line.number, last_line=line.number, cause=cause["cause"]
             )

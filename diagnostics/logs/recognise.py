@@ -15,6 +15,8 @@ KINDS = (*kinds_threads.KINDS, *kinds_gpu.KINDS, *kinds_machine.KINDS)
 BY_ID = {kind.id: kind for kind in (*KINDS, UNKNOWN)}
 Match = tuple[Kind, Sure]
 _GATE_CHARACTERS = 14  # of a mark: enough to be rare, few enough to stand before a terminal's line break
+# What stands before a trigger that begins with a small letter: it begins a word, or follows a colour's `m`.
+_BEFORE_SMALL = r"""[ \t\n\r\[({:=.'"`,;/|>*\-m]"""
 _BLANKS = re.compile(r"\s")
 _GENERAL = ("compile-error", "unknown")  # say less than any other kind that fits
 _SURE: tuple[Sure, ...] = ("certain", "likely", "possible")
@@ -27,7 +29,7 @@ _OWN_TRACE = re.compile(
 _STRUCTURE = (
     "Traceback (most",
     'File "',
-    "recent call first",
+    "(most recent call f",
     "Exception in thread",
     "Error",
     "Exception",
@@ -50,9 +52,22 @@ def any_of(texts: Iterable[str]) -> str:
 
 
 _ALL_MARKS = [mark for kind in KINDS for mark in kind.marks]
-GATE = re.compile(any_of([*_STRUCTURE, *(mark.text[:_GATE_CHARACTERS] for mark in _ALL_MARKS)]).encode())
+_TRIGGERS = [*_STRUCTURE, *(mark.text[:_GATE_CHARACTERS] for mark in _ALL_MARKS)]
+_SMALL = [trigger for trigger in _TRIGGERS if trigger[0].islower()]
+_FIRST = "".join(sorted({trigger[0] for trigger in _SMALL}))
+# Two searches, because each stops at every character that one of its triggers can begin with, and small letters are everywhere.
+GATES = (
+    re.compile(any_of(set(_TRIGGERS) - set(_SMALL)).encode()),
+    re.compile(f"{_BEFORE_SMALL}(?=[{_FIRST}])(?:{any_of(_SMALL)})".encode()),
+)
 _TABLE = [(mark.squeezed, kind, mark) for kind in KINDS for mark in kind.marks]
 _MARKS = re.compile(any_of(words for words, _, _ in _TABLE))
+
+
+def gated(text: str) -> bool:
+    """Whether one line has a trigger."""
+    line = f"\n{text}".encode()
+    return any(gate.search(line) for gate in GATES)
 
 
 def of_line(text: str) -> Match | None:

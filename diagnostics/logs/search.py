@@ -1,6 +1,6 @@
 """One log, read once from its beginning: every failure goes into the groups. Time grows with the log, memory does not.
 
-A block without a trigger (`recognise.GATE`) is only counted, unless a traceback or a dump is open. A line that a terminal has
+A block without a trigger (`recognise.GATES`) is only counted, unless a traceback or a dump is open. A line that a terminal has
 wrapped in the middle of a message is put together with the next one.
 """
 
@@ -12,7 +12,7 @@ from typing import BinaryIO
 from diagnostics.logs.dumps import Dump, DumpReader
 from diagnostics.logs.groups import Groups
 from diagnostics.logs.reader import Line, Unreadable, blocks, lines
-from diagnostics.logs.recognise import GATE, of_dump, of_line, of_traceback
+from diagnostics.logs.recognise import GATES, gated, of_dump, of_line, of_traceback
 from diagnostics.logs.traceback import Traceback
 from diagnostics.logs.tracebacks import TracebackReader
 
@@ -34,9 +34,6 @@ class LogSearch:
         """Read to the end. Raises Unreadable, and OSError of the file."""
         for block in blocks(file):
             self.bytes += len(block)
-            if self._quiet and GATE.search(block) is None:
-                self.lines += block.count(b"\n")
-                continue
             self._read_block(block)
         self._take(self._tracebacks.finish(), self._dumps.finish())
 
@@ -46,15 +43,18 @@ class LogSearch:
 
     def _read_block(self, block: bytes) -> None:
         at, end = 0, len(block)
+        hits = [-1] * len(GATES)  # the end of each gate's next trigger
         while at < end:
-            if self._quiet:
-                found = GATE.search(block, at)
-                if found is None:
-                    self.lines += block.count(b"\n", at)
-                    return
-                start = block.rfind(b"\n", at, found.start()) + 1 or at
+            if at and self._quiet:  # a block's first line is always read: a trigger may need the line feed before it
+                for number, gate in enumerate(GATES):
+                    if hits[number] <= at:
+                        found = gate.search(block, at - 1)
+                        hits[number] = found.end() if found is not None else end + 1
+                start = end if min(hits) > end else max(at, block.rfind(b"\n", at, min(hits)) + 1)
                 self.lines += block.count(b"\n", at, start)
                 at = start
+                if min(hits) > end:
+                    return
             stop = block.find(b"\n", at)
             stop = end if stop < 0 else stop
             self._read_line(block[at:stop])
@@ -73,7 +73,7 @@ class LogSearch:
         used, tracebacks = (False, []) if dumped else self._tracebacks.feed(line)
         self._take(tracebacks, dumps)
         begun, self._begun = self._begun, None
-        if not (dumped or used) and line.text and (begun is not None or GATE.search(line.text.encode())):
+        if not (dumped or used) and line.text and (begun is not None or gated(line.text)):
             self._match_line(line, begun)
 
     def _match_line(self, line: Line, begun: Line | None) -> None:
