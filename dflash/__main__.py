@@ -120,7 +120,8 @@ def _preset_of(arguments: list[str]) -> RunConfig:
 
 def _exit_code(result: dict[str, Any]) -> int:
     # In bfloat16 a block rounds differently from one token at a time, so only float32 promises equal tokens.
-    lost = result.get("lossless") is False and result.get("dtype") == "float32"
+    parts = (result, *result.get("trees", ()))
+    lost = any(part.get("lossless") is False for part in parts) and result.get("dtype") == "float32"
     if lost or any(result.get(key) for key in ("fx_errors", "recompiles_after_warmup", "fallbacks")):
         return 1
     return 3 if result.get("measure", {}).get("incomplete") else 0

@@ -20,6 +20,14 @@ class ConfigError(ValueError):
     """A configuration that cannot work; the message says what to change. Commands exit with 2."""
 
 
+MAX_BUDGET = 4096  # nodes of a draft tree; verifying M of them attends from M+1 tokens to M+1 tokens
+
+
+def check_budget(budget: int) -> None:
+    """Raise ConfigError unless a draft tree can have so many nodes."""
+    _require(1 <= budget <= MAX_BUDGET, f"a tree budget is {budget}: use 1 to {MAX_BUDGET} nodes, or no budget for a chain")
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
@@ -161,6 +169,26 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AcceptanceConfig:
+    """Acceptance while training (`dflash.live_acceptance`): estimated from training blocks, and by really decoding."""
+
+    estimate_every_steps: int = 50  # 0: never
+    estimate_blocks: int = 64  # of each micro-batch of such a step
+    budgets: tuple[int, ...] = (16, 64)  # nodes of the draft trees that are estimated beside the chain
+    decode_every_steps: int = 0  # 0: never; needs held-out prompts and room for the whole target on the leading drafter's device
+    decode_prompts: int = 4
+    decode_tokens: int = 64  # of each prompt
+
+    def __post_init__(self) -> None:
+        for name in ("estimate_every_steps", "decode_every_steps"):
+            _require(getattr(self, name) >= 0, f"acceptance.{name.replace('_', '-')} is negative: use 0 for never")
+        for name in ("estimate_blocks", "decode_prompts", "decode_tokens"):
+            _require(getattr(self, name) >= 1, f"acceptance.{name.replace('_', '-')} is {getattr(self, name)}: use at least 1")
+        for budget in self.budgets:
+            check_budget(budget)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
     """Timing of steady running (`dflash.measuring`). Such a run saves no checkpoint and ends after its segments."""
 
@@ -223,6 +251,7 @@ class RunConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
 
     def __post_init__(self) -> None:
@@ -276,10 +305,16 @@ class EvaluateConfig:
     dtype: Literal["float32", "bfloat16"] | None = None  # None: the run's target.dtype; float32 shows exact equality
     seed: int = 0
     baseline: bool = True  # also decode plainly, for the wall-clock ratio and the lossless check
+    budgets: tuple[int, ...] = ()  # nodes of the draft trees (DDTree) that are tried beside the chain of drafts
+    batch: int = 1  # prompts that are decoded together
 
     def __post_init__(self) -> None:
         _require(self.max_prompts >= 1 and self.max_new_tokens >= 1, "max-prompts and max-new-tokens must be at least 1")
         _require(0 <= self.temperature < math.inf, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
+        _require(self.batch >= 1, f"batch is {self.batch}: use at least 1")
+        for budget in self.budgets:
+            check_budget(budget)
+        _require(len(set(self.budgets)) == len(self.budgets), f"budgets are {list(self.budgets)}: name each one once")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

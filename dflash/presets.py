@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dflash.config import (
+    AcceptanceConfig,
     CheckpointConfig,
     CompileConfig,
     ConfigError,
@@ -30,6 +31,7 @@ def tiny_cpu() -> RunConfig:
         optim=OptimConfig(steps=500, batches_per_step=2, learning_rate=3e-3),
         compile=CompileConfig(policy="prewarm", backend="aot_eager"),
         checkpoint=CheckpointConfig(every_steps=150),
+        acceptance=AcceptanceConfig(decode_every_steps=150),
     )
 
 

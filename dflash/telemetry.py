@@ -74,6 +74,8 @@ def _console(config: RunConfig, *, first_step: int) -> Iterator[None]:
                 progress.console.print(
                     f"checkpoint {event.fields['directory']} {_metrics(event.fields['metrics'])}", highlight=False
                 )
+            elif event.name == "acceptance":
+                progress.console.print(_acceptance_line(event.fields), highlight=False, soft_wrap=True)
             elif event.name == "notice":
                 progress.console.print(event.fields["text"], highlight=False, soft_wrap=True)
 
@@ -87,6 +89,19 @@ def _step_line(values: dict[str, Any]) -> str:
         f"grad {values['gradient_norm']:.2f}  lr {values['learning_rate']:.2e}  {values['tokens_per_second']:,.0f} tok/s  "
         f"queue {values['queue_occupancy']:.0%}"
     )
+
+
+def _acceptance_line(values: dict[str, Any]) -> str:
+    """The figures of `dflash.live_acceptance`."""
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    if values["kind"] == "decode":
+        decoded, expected = number(values["tau"]), number(values["foretold"])
+        return f"step {values['step']:>6}  decoded acceptance length: {decoded}, foretold {expected}"
+    trees = "".join(f", tree of {budget} {number(tau)}" for budget, tau in values["trees"].items())
+    return f"step {values['step']:>6}  foretold acceptance length: chain {number(values['chain'])}{trees}"
 
 
 def _metrics(metrics: dict[str, float]) -> str:
@@ -114,6 +129,8 @@ def _wandb(config: RunConfig) -> Iterator[None]:
         if event.name == "step":
             numbers = {key: value for key, value in event.fields.items() if isinstance(value, int | float)}
             run.log(numbers, step=event.fields["step"])
+        elif event.name == "acceptance":
+            run.log(_flat(event.fields), step=event.fields["step"])
         elif event.name == "checkpoint":
             run.log({f"validation/{key}": value for key, value in event.fields["metrics"].items()}, step=event.fields["step"])
 
@@ -122,6 +139,12 @@ def _wandb(config: RunConfig) -> Iterator[None]:
             yield
     finally:
         run.finish()
+
+
+def _flat(values: dict[str, Any]) -> dict[str, float]:
+    trees = {f"tree_{budget}": tau for budget, tau in values.get("trees", {}).items()}
+    numbers = {**values, **trees}
+    return {f"acceptance/{values['kind']}/{k}": v for k, v in numbers.items() if isinstance(v, int | float) and k != "step"}
 
 
 def verdict(times: Sequence[WorkerTimes]) -> str:

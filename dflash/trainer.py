@@ -30,6 +30,7 @@ from dflash.engine.queue import OrderedQueue
 from dflash.engine.threads import ThreadsRun, WorkerTimes, run_threads
 from dflash.flat import FlatAdamW
 from dflash.fx import seams
+from dflash.live_acceptance import LiveAcceptance
 from dflash.worker import Contribution, NonFiniteError, add_sums, sum_gradients
 
 
@@ -79,6 +80,7 @@ class Trainer:
         self._policy = policy
         self._stop = stop
         self._leader = parts.drafters[0]
+        self._acceptance = LiveAcceptance(config, self._leader)
         self._optimizer = FlatAdamW(self._leader.flat, config.optim)
         self._validation: list[TargetStates] = []
         self._steps_done = 0
@@ -164,6 +166,7 @@ class Trainer:
         self._copy_weights()
         self._steps_done = step + 1
         self._report(step, parts, sums, norm, rate)
+        self._step_started += self._acceptance.after_step(self._steps_done, parts, self._validation)
         self._policy.check()
         self._fx_errors += [leak for leak in seams.leaks(seams.tracing_state()) if leak not in self._fx_errors]
         stop = self._stop.is_set()
@@ -181,7 +184,7 @@ class Trainer:
         """The JSON line of the run."""
         assert self._run is not None
         report = self._policy.report()
-        seconds = self._wall_seconds - self._checkpoint_seconds
+        seconds = self._wall_seconds - self._checkpoint_seconds - self._acceptance.seconds
         rate = self._tokens / seconds if seconds > 0 else 0.0
         queue = self._run.queue.stats()
         return {
@@ -198,11 +201,13 @@ class Trainer:
             "tokens_per_second_per_target": rate / len(self._placement.targets),
             "tokens_per_second_per_drafter": rate / len(self._placement.drafters),
             "loss": _mean(self._recent_losses),
+            "acceptance": self._acceptance.result(),
             "empty_steps": self._empty_steps,
             "skipped_examples": self._parts.skipped_examples,
             "seconds": {
                 "training": seconds,
                 "checkpoints": self._checkpoint_seconds,
+                "decoding": self._acceptance.seconds,
                 "warmup": self._warmup_seconds,
             },
             "workers": [vars(times) for times in self._run.times],

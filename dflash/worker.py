@@ -20,10 +20,12 @@ from dflash.config import RunConfig
 from dflash.data.packing import PackedStream
 from dflash.flat import FlatParameters
 from dflash.modeling.attention import build_mask
+from dflash.modeling.draft_collector import DraftCollector
 from dflash.modeling.drafter import Drafter, DrafterShape, block_inputs
 from dflash.modeling.loss import draft_loss
 from dflash.modeling.masks import BlockLayout
 from dflash.modeling.target import FrozenEnds, TargetRunner
+from dflash.modeling.tree_estimate import DraftCounts
 
 
 class NonFiniteError(ArithmeticError):
@@ -38,6 +40,7 @@ class Contribution:
     gradients: Tensor  # flat fp32, on the drafter's device
     sums: LossSums
     batches: tuple[PackedBatch, ...]
+    drafts: DraftCounts | None = None  # in steps whose acceptance is estimated
 
 
 class TargetModelWorker:
@@ -94,18 +97,28 @@ class DrafterModelWorker:
             self._accumulate(states.to(self.device))
 
     def _accumulate(self, states: TargetStates) -> None:
-        sums = self.loss(states)
+        collector = self._collector() if self._estimates(states.batch) else None
+        sums = self._loss_through(states, self._forward, collector)
         sums.loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         if not bool(torch.isfinite(sums.loss)):
             raise NonFiniteError(self._describe_non_finite(states))
         synchronize(self.device)
-        self._add(states.batch, sums.detach())
+        self._add(states.batch, sums.detach(), collector.counts if collector else None)
 
     @torch.no_grad()
     def validate(self, states: TargetStates) -> LossSums:
         """The sums of a held-out micro-batch, without gradients."""
         with self._policy.turn(self.name, "validation", self.device):
             return self.loss(states.to(self.device))
+
+    @torch.no_grad()
+    def estimate(self, states: TargetStates) -> DraftCounts:
+        """What blocks of a held-out micro-batch say of the acceptance of chain and trees."""
+        collector = self._collector()
+        with self._policy.turn(self.name, "validation", self.device):
+            self._loss_through(states.to(self.device), self._forward, collector)
+        assert collector.counts is not None
+        return collector.counts
 
     def take_contributions(self) -> list[Contribution]:
         """What was accumulated since the last call; `clear_gradients` when it has been used."""
@@ -120,7 +133,17 @@ class DrafterModelWorker:
         """Loss sums of states on this worker's device."""
         return self._loss_through(states, self._forward)
 
-    def _loss_through(self, states: TargetStates, forward: Callable[..., Tensor]) -> LossSums:
+    def _estimates(self, batch: PackedBatch) -> bool:
+        every = self._config.acceptance.estimate_every_steps
+        return every > 0 and (batch.index // self._config.optim.batches_per_step + 1) % every == 0
+
+    def _collector(self) -> DraftCollector:
+        acceptance = self._config.acceptance
+        return DraftCollector(budget=max(acceptance.budgets, default=1), blocks=acceptance.estimate_blocks)
+
+    def _loss_through(
+        self, states: TargetStates, forward: Callable[..., Tensor], collector: DraftCollector | None = None
+    ) -> LossSums:
         batch, block_size = states.batch, self.shape.block_size
         ids, block_positions = block_inputs(batch, self.shape.mask_token_id, block_size)
         layout = BlockLayout(
@@ -131,14 +154,22 @@ class DrafterModelWorker:
             embeds = self.ends.embed(ids)
         with self._autocast():
             hidden = forward(embeds, block_positions, states.features, batch.positions, mask)
-        return draft_loss(hidden, self.ends, batch, self._config.loss, block_size=block_size, final_hidden=states.final_hidden)
+        return draft_loss(
+            hidden,
+            self.ends,
+            batch,
+            self._config.loss,
+            block_size=block_size,
+            final_hidden=states.final_hidden,
+            collector=collector,
+        )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.device.type == "cuda":
             return torch.autocast("cuda", dtype=torch.bfloat16)
         return nullcontext()
 
-    def _add(self, batch: PackedBatch, sums: LossSums) -> None:
+    def _add(self, batch: PackedBatch, sums: LossSums, drafts: DraftCounts | None) -> None:
         if self.device.type == "cuda" and self._contributions:
             # Autograd has already added this micro-batch to the same flat tensor: one sum a GPU keeps memory flat.
             first = self._contributions[0]
@@ -147,6 +178,7 @@ class DrafterModelWorker:
                 gradients=first.gradients,
                 sums=add_sums([first.sums, sums]),
                 batches=(*first.batches, batch),
+                drafts=first.drafts + drafts if first.drafts and drafts else first.drafts or drafts,
             )
             self._contributions = [merged]
             return
@@ -155,7 +187,9 @@ class DrafterModelWorker:
             # Kept apart per micro-batch: the order of summation, and so every bit, is the same for any number of drafters.
             gradients = gradients.clone()
             self.flat.gradients.zero_()
-        self._contributions.append(Contribution(first_index=batch.index, gradients=gradients, sums=sums, batches=(batch,)))
+        self._contributions.append(
+            Contribution(first_index=batch.index, gradients=gradients, sums=sums, batches=(batch,), drafts=drafts)
+        )
 
     def _describe_non_finite(self, states: TargetStates) -> str:
         samples = [sample for row in states.batch.sample_ids for sample in row]

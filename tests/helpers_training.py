@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash.config import (
     CheckpointConfig,
     CompileConfig,
@@ -16,6 +18,8 @@ from dflash.config import (
     TargetConfig,
     TelemetryConfig,
 )
+from dflash.data.examples import Meta, write_examples
+from dflash.data.synthetic import synthetic_examples
 
 BASE = RunConfig(
     preset="test",
@@ -36,3 +40,19 @@ def make_config(output: Path, **changes: Any) -> RunConfig:
     """BASE with changed fields; a nested section is given as a dictionary of its changes."""
     nested = {key: dataclasses.replace(getattr(BASE, key), **value) for key, value in changes.items() if isinstance(value, dict)}
     return dataclasses.replace(BASE, output=output, **(changes | nested))
+
+
+def examples_of(config: RunConfig, lengths: list[int]) -> list[Any]:
+    """Random examples of these lengths; their second half is supervised."""
+    made = synthetic_examples(Path(f"synthetic:{len(lengths)}"), config.data, vocab_size=200, seed=0)
+    return [
+        type(e)(sample_id=e.sample_id, ids=e.ids[:n], loss_mask=torch.arange(n).numpy() >= n // 2)
+        for e, n in zip(made, lengths, strict=True)
+    ]
+
+
+def write_synthetic(config: RunConfig, path: Path, lengths: list[int], **meta: Any) -> None:
+    """Prepared data of such examples; the first two are held out as well."""
+    values: dict[str, Any] = {"target": "random", "vocab_size": 512, "mask_token_id": 5, "pad_token_id": 0, "eos_token_ids": (1,)}
+    held = [type(e)(sample_id=f"held-{e.sample_id}", ids=e.ids, loss_mask=e.loss_mask) for e in examples_of(config, lengths)[:2]]
+    write_examples(path, {"train": examples_of(config, lengths), "heldout": held}, Meta(**(values | meta)))

@@ -80,6 +80,41 @@ def test_censoring_leaves_the_rates_of_a_geometric_drafter_unbiased() -> None:
         assert abs(position.rate - rate) < 4 * deviation
 
 
+def test_tau_block_is_the_mean_over_blocks_of_one_plus_the_accepted_drafts_when_nothing_is_cut() -> None:
+    rng = np.random.default_rng(3)
+    requests = [[whole(int(accepted)) for accepted in rng.integers(0, 4, size)] for size in (1, 5, 9)]
+    rounds = [r for request in requests for r in request]
+    assert acceptance.tau_block(requests) == pytest.approx(np.mean([1 + r.accepted for r in rounds]))
+    assert acceptance.tau_block([[]]) is None
+
+
+def test_cutting_rounds_blindly_lowers_tau_sum_and_leaves_tau_block() -> None:
+    rng = np.random.default_rng(5)
+    whole_rounds, cut_rounds = [], []
+    for accepted, room in zip(rng.binomial(3, 0.7, 20_000).tolist(), rng.integers(1, 7, 20_000).tolist(), strict=True):
+        whole_rounds.append(whole(accepted))
+        cut_rounds.append(whole(accepted) if room > accepted else cut(room))
+    exact = acceptance.tau_block([whole_rounds])
+    assert acceptance.tau_sum([cut_rounds]) < exact - 0.2
+    assert acceptance.tau_block([cut_rounds]) == pytest.approx(exact, abs=0.03)
+
+
+def test_estimates_are_the_three_definitions_with_intervals_over_requests() -> None:
+    """Against a loop that draws whole requests again and again: the same quantiles up to the noise of 2000 draws."""
+    rng = np.random.default_rng(8)
+    requests = [[whole(int(a)) for a in rng.binomial(3, rng.random(), rng.integers(1, 12))] + [cut(1)] for _ in range(25)]
+    found = acceptance.estimates([*requests, []], seed=4)
+    functions = {"tau": acceptance.tau, "tau_sum": acceptance.tau_sum, "tau_block": acceptance.tau_block}
+    assert list(found) == list(functions)
+    assert len({estimate.definition for estimate in found.values()}) == 3
+    for name, function in functions.items():
+        assert found[name].value == function(requests)
+        drawn = [function([requests[i] for i in rng.integers(0, 25, 25)]) for _ in range(300)]
+        low, high = np.quantile(drawn, [0.025, 0.975])
+        assert found[name].interval == pytest.approx((low, high), abs=0.12 * (high - low) + 0.05)
+    assert acceptance.estimates([requests[0]], seed=4)["tau_block"].interval is None
+
+
 @pytest.mark.parametrize(
     "numbers",
     [(3, 4, 5, False), (3, -1, 0, False), (3, 1, 1, False), (3, 1, 2, True), (3, 0, 0, True)],

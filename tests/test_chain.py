@@ -1,77 +1,32 @@
 """Laws of speculative decoding, held on small random targets that depend on every token before.
 
-Matrices are six times wider than a fresh initialisation, so that greedy text varies and a wrong cache shows in it.
 Where rounds must accept some drafts, a noisy oracle replaces the proposals: the target's own continuation with errors.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers_decoding import MASK, VOCABULARY, build, drafter_for, prompt_of, sharp_drafter, target
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash.config import ConfigError, DrafterConfig
 from dflash.decoding.acceptance import RoundStats
-from dflash.decoding.chain import DraftSession, Generation, commit, plain, speculate
+from dflash.decoding.chain import plain, speculate
+from dflash.decoding.draft_session import DraftSession
+from dflash.decoding.rounds import Generation, commit
+from dflash.decoding.tree import DraftTree
 from dflash.modeling.drafter import Drafter, DrafterShape
 from dflash.modeling.target import RANDOM_TARGETS, FrozenEnds, text_config
 
-VOCABULARY = 64
-MASK = VOCABULARY - 1
 FAMILIES = ("qwen3", "llama", "qwen3_moe", "gemma3")
 NO_END = ()
 # Derandomised: float32 may round B tokens at once otherwise than one at a time, so near ties must not depend on the day.
 exact = functools.partial(settings, derandomize=True, deadline=None, database=None)
-
-
-def build(config: Any, seed: int = 0) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.mul_(6)
-    return model
-
-
-@functools.cache
-def target(family: str) -> tuple[Any, FrozenEnds]:
-    config = RANDOM_TARGETS[family]()
-    config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings = 4, VOCABULARY, False
-    if family == "gemma3":
-        config.layer_types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-    elif getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:4]
-    model = build(config)
-    return model, FrozenEnds.from_model(model, "cpu", torch.float32)
-
-
-@functools.cache
-def drafter_for(family: str, block_size: int) -> Drafter:
-    model, _ = target(family)
-    config = DrafterConfig(block_size=block_size, num_layers=2, target_layer_ids=(0, 2))
-    return sharp_drafter(DrafterShape.from_target(text_config(model), config, MASK))
-
-
-def sharp_drafter(shape: DrafterShape) -> Drafter:
-    drafter = Drafter(shape, generator=torch.Generator().manual_seed(0)).requires_grad_(False)
-    for parameter in drafter.parameters():
-        if parameter.ndim > 1:
-            parameter.mul_(6)
-    return drafter
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    tokens: list[int] = np.random.default_rng(seed).integers(0, MASK, length).tolist()
-    return tokens
 
 
 class Oracle:
@@ -83,19 +38,20 @@ class Oracle:
         self.prompt, self.continuation, self.wrong = len(prompt), continuation, wrong
         self.asked: list[int] = []
 
-    def propose(self, session: DraftSession, bonus: int) -> torch.Tensor:
-        index = session.context_tokens - self.prompt
-        assert self.continuation[index] == bonus, "the context holds every committed token but the last"
+    def logits(self, session: DraftSession, bonuses: list[int]) -> torch.Tensor:
+        index = session.lengths[0] - self.prompt
+        assert [self.continuation[index]] == bonuses, "the context holds every committed token but the last"
         self.asked.append(index)
         drafts = self.continuation[index + 1 : index + session.block_size]
-        return torch.tensor([(t + 1) % VOCABULARY if self.wrong(index + k) else t for k, t in enumerate(drafts, 1)])
+        tokens = [(t + 1) % VOCABULARY if self.wrong(index + k) else t for k, t in enumerate(drafts, 1)]
+        return torch.nn.functional.one_hot(torch.tensor(tokens), VOCABULARY)[None].float()
 
     def speculate(self, *arguments: Any, **settings_: Any) -> Generation:
-        def propose(session: DraftSession, bonus: int) -> torch.Tensor:
-            return self.propose(session, bonus)
+        def logits(session: DraftSession, bonuses: list[int]) -> torch.Tensor:
+            return self.logits(session, bonuses)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DraftSession, "propose", propose)
+            patch.setattr(DraftSession, "logits", logits)
             return speculate(*arguments, **settings_)
 
 
@@ -210,14 +166,14 @@ def test_cached_drafting_equals_a_fresh_forward_over_the_full_context(family: st
         return hidden[-1]
 
     monkeypatch.setattr(Drafter, "block_forward", observed)
-    real = DraftSession.propose
+    real = DraftSession.logits
     own_drafts = []
 
-    def propose(session: DraftSession, bonus: int) -> torch.Tensor:
-        own_drafts.append(real(session, bonus).tolist())
-        return oracle.propose(session, bonus)
+    def logits(session: DraftSession, bonuses: list[int]) -> torch.Tensor:
+        own_drafts.append(real(session, bonuses)[0].argmax(-1).tolist())
+        return oracle.logits(session, bonuses)
 
-    monkeypatch.setattr(DraftSession, "propose", propose)
+    monkeypatch.setattr(DraftSession, "logits", logits)
     got = speculate(model, ends, drafter, prompt, max_new_tokens=16)
     assert len({r.committed for r in got.rounds if not r.truncated}) > 1
     monkeypatch.undo()
@@ -247,7 +203,7 @@ def test_hooks_are_gone_after_decoding_and_after_an_error(monkeypatch: pytest.Mo
         assert hooks() == before + 2, "both selected layers are hooked while decoding"
         raise RuntimeError("drafting failed")
 
-    monkeypatch.setattr(DraftSession, "propose", explode)
+    monkeypatch.setattr(DraftSession, "logits", explode)
     with pytest.raises(RuntimeError, match="drafting failed"):
         speculate(model, ends, drafter_for("qwen3", 3), prompt_of(4), max_new_tokens=5)
     assert hooks() == before
@@ -290,43 +246,6 @@ def test_sampled_speculation_equals_plain_sampling_token_for_token(
         assert all(r.truncated or r.committed == block_size for r in got.rounds)
 
 
-def test_sampled_tokens_have_the_exact_joint_distribution() -> None:
-    """First three tokens of 500 requests against the product of the target's conditional probabilities.
-
-    27 cells of at least 5 expected requests each; the bound is the 99.9 % quantile of chi-square with 26 degrees of freedom.
-    """
-    config = Qwen3Config(
-        vocab_size=3,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=False,
-    )
-    model = build(config, seed=1)
-    ends = FrozenEnds.from_model(model, "cpu", torch.float32)
-    drafter = sharp_drafter(DrafterShape.from_target(config, DrafterConfig(block_size=3, num_layers=1, target_layer_ids=(0,)), 2))
-    prompt, temperature, count = [0, 2, 1], 2.5, 500
-    got = [
-        speculate(model, ends, drafter, prompt, max_new_tokens=3, temperature=temperature, seed=20, request=request)
-        for request in range(count)
-    ]
-    accepted = [g.rounds[0].accepted for g in got]
-    assert 0.1 * count < sum(a > 0 for a in accepted) < 0.9 * count, "both accepted and rejected drafts are on trial"
-
-    cells = list(itertools.product(range(3), repeat=3))
-    logits = model(input_ids=torch.tensor([[*prompt, *cell] for cell in cells])).logits.double()[:, len(prompt) - 1 : -1]
-    conditional = torch.softmax(logits / temperature, dim=-1)
-    exact_probability = conditional.gather(-1, torch.tensor(cells)[..., None]).prod(dim=1).squeeze(-1).numpy()
-    assert exact_probability.sum() == pytest.approx(1.0)
-    found = np.array([sum(g.tokens == cell for g in got) for cell in cells])
-    assert exact_probability.min() * count >= 5
-    chi_square = stats.chisquare(found, exact_probability * count).statistic
-    assert chi_square < stats.chi2.ppf(0.999, len(cells) - 1)
-
-
 # End of a round
 
 
@@ -347,7 +266,8 @@ def test_a_commit_is_plain_decoding_of_the_verified_block(
         stopped = agreed and (choice in eos or len(expected) == room)
         if stopped or not agreed:
             break
-    tokens, stats_found = commit(drafts, choices, eos, room)
+    path = DraftTree.chain(np.array(drafts, dtype=np.int64)).walk(np.array(choices))
+    tokens, stats_found = commit([choices[node] for node in path], len(drafts), eos, room)
     assert tokens == expected
     assert stats_found == RoundStats(len(drafts), len(expected) - (not stopped), len(expected), truncated=stopped)
 
@@ -368,7 +288,7 @@ def test_stages_are_timed_and_plain_decoding_never_drafts() -> None:
     assert slow.seconds.draft == 0
     assert min(slow.seconds.prefill, slow.seconds.verify, slow.seconds.commit) > 0
     assert min(fast.seconds.prefill, fast.seconds.draft, fast.seconds.verify, fast.seconds.commit) > 0
-    assert fast.seconds.decode == fast.seconds.draft + fast.seconds.verify + fast.seconds.commit
+    assert fast.seconds.decode == fast.seconds.draft + fast.seconds.build + fast.seconds.verify + fast.seconds.commit
 
 
 # Refusals

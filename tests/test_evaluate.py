@@ -6,12 +6,14 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 import torch
 
 from dflash import checkpoint
+from dflash.__main__ import _exit_code
 from dflash.batch import Example
 from dflash.config import ConfigError, DataConfig, DrafterConfig, EvaluateConfig, RunConfig, TargetConfig
 from dflash.data.examples import DataError, Meta, write_examples
@@ -91,24 +93,60 @@ def test_what_is_written_is_what_is_returned_and_adds_up(
     assert "speed-up over plain" in shown.err
 
 
-def test_prompts_end_before_the_first_supervised_token(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, prompts = module.plain, []
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_are_reported_as_the_chain_is_and_pictures_are_drawn(run: Path, temperature: float) -> None:
+    result = evaluate(settings(run, budgets=(4, 30), batch=2, temperature=temperature))
+    assert json.loads((run / "evaluate-last.json").read_text()) == result
+    assert [tree["budget"] for tree in result["trees"]] == [4, 30]
+    for tree in result["trees"]:
+        assert tree["lossless"] is True
+        assert tree["tokens"] == result["tokens"]
+        assert tree["tokens"] == 3 + round(tree["tau_sum"] * tree["rounds"])
+        assert tree["tau_ci95"][0] <= tree["tau"] <= tree["tau_ci95"][1] <= BLOCK
+        assert len(tree["acceptance_per_position"]) == BLOCK - 1
+        assert min(tree["seconds"]["speculative"][stage] for stage in ("prefill", "draft", "build", "verify", "commit")) > 0
+        assert tree["speedup_over_plain"] > 0
+    for name in ("tau", "tau_sum", "tau_block"):
+        assert len({part[f"{name}_definition"] for part in (result, *result["trees"])}) == 1
+    assert result["pictures"] == [str(run / f"evaluate-last-{name}.svg") for name in ("acceptance", "budgets")]
+    for picture in result["pictures"]:
+        assert ET.parse(picture).getroot().tag.endswith("svg")
 
-    def observed(model: Any, ids: list[int], **arguments: Any) -> Any:
-        prompts.append(ids)
-        return real(model, ids, **arguments)
 
-    monkeypatch.setattr(module, "plain", observed)
-    evaluate(settings(run))
-    warm_up, *decoded = prompts
-    assert decoded == [example("", 4 + n).ids[: 4 + n].tolist() for n in range(3)]
-    assert warm_up == decoded[0]
+def test_prompts_decoded_together_give_the_numbers_of_prompts_decoded_alone(run: Path) -> None:
+    few = {"max_prompts": 5, "max_new_tokens": 5, "budgets": (6,), "baseline": False}
+    alone, together = (evaluate(settings(run, batch=batch, **few)) for batch in (1, 3))
+    for key in ("tokens", "rounds", "tau", "acceptance_per_position", "target_forwards", "tokens_per_target_forward"):
+        assert alone[key] == together[key], key
+        assert alone["trees"][0][key] == together["trees"][0][key], key
+
+
+def test_every_way_decodes_every_prompt_and_takes_its_turn_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = module.decode, []
+
+    def observed(model: Any, prompts: list[list[int]], wanted: Any, *, drafting: Any, requests: range) -> Any:
+        calls.append(("plain" if drafting is None else drafting.budget or "chain", list(requests)))
+        assert prompts == [example("", 4 + n).ids[: 4 + n].tolist() for n in requests], (
+            "they end before the first supervised token"
+        )
+        return real(model, prompts, wanted, drafting=drafting, requests=requests)
+
+    monkeypatch.setattr(module, "decode", observed)
+    evaluate(settings(run, max_prompts=5, max_new_tokens=2, batch=2, budgets=(3,)))
+    warm_up, decoded = calls[:3], calls[3:]
+    assert warm_up == [("plain", [0, 1]), ("chain", [0, 1]), (3, [0, 1])]
+    assert decoded == [
+        *(("plain", [0, 1]), ("chain", [0, 1]), (3, [0, 1])),
+        *(("chain", [2, 3]), (3, [2, 3]), ("plain", [2, 3])),
+        *((3, [4]), ("plain", [4]), ("chain", [4])),
+    ]
 
 
 def test_two_evaluations_differ_in_seconds_only(run: Path) -> None:
-    first, second = evaluate(settings(run, temperature=0.7)), evaluate(settings(run, temperature=0.7))
+    first, second = (evaluate(settings(run, temperature=0.7, max_new_tokens=5, budgets=(5,))) for _ in range(2))
     for result in (first, second):
-        del result["seconds"], result["speedup_over_plain"]
+        for part in (result, *result["trees"]):
+            del part["seconds"], part["speedup_over_plain"]
     assert first == second
 
 
@@ -126,19 +164,23 @@ def test_without_a_baseline_nothing_is_claimed(run: Path) -> None:
     assert result["seconds"]["plain"] is None
 
 
-def test_a_prompt_that_decodes_differently_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = module.plain, []
+def test_a_prompt_that_decodes_differently_is_named_for_each_way(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.decode
 
-    def altered(*arguments: Any, request: int, **settings_: Any) -> Any:
-        generation = real(*arguments, request=request, **settings_)
-        calls.append(request)
-        return dataclasses.replace(generation, tokens=(0, *generation.tokens[1:])) if request == 1 else generation
+    def altered(*arguments: Any, drafting: Any, requests: range) -> Any:
+        done = real(*arguments, drafting=drafting, requests=requests)
+        if drafting and drafting.budget == 5:
+            done = [
+                dataclasses.replace(g, tokens=(0, *g.tokens[1:])) if n == 1 else g for n, g in zip(requests, done, strict=True)
+            ]
+        return done
 
-    monkeypatch.setattr(module, "plain", altered)
-    result = evaluate(settings(run))
-    assert result["lossless"] is False
-    assert result["prompts_differing"] == ["sample-1"]
-    assert calls == [0, 0, 1, 2]  # the first is the warm-up
+    monkeypatch.setattr(module, "decode", altered)
+    result = evaluate(settings(run, budgets=(5, 6)))
+    assert [part["lossless"] for part in (result, *result["trees"])] == [True, False, True]
+    assert result["trees"][0]["prompts_differing"] == ["sample-1"]
+    assert _exit_code(result) == 1
+    assert _exit_code(result | {"dtype": "bfloat16"}) == 0
 
 
 def test_a_failed_write_keeps_the_earlier_result(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +263,10 @@ def test_a_hybrid_target_is_refused(run: Path, tmp_path: Path) -> None:
         ({"checkpoint": "../last"}, "is a path"),
         ({"device": "gpu"}, "not known to torch"),
         ({"device": "cuda:64"}, "needs 65 GPUs, found"),
+        ({"budgets": (16, 0)}, "a tree budget is 0: use 1 to 4096"),
+        ({"budgets": (5000,)}, "a tree budget is 5000: use 1 to 4096"),
+        ({"budgets": (16, 16)}, "name each one once"),
+        ({"batch": 0}, "batch is 0: use at least 1"),
     ],
 )
 def test_impossible_settings_are_refused(run: Path, changes: dict[str, Any], message: str) -> None:

@@ -31,11 +31,14 @@ LAYERS = (
     {"compile_policy", "engine", "checkpoint"},
     {"worker", "telemetry", "measuring", "device_time"},
     {"assembly"},
-    {"trainer", "decoding"},
+    {"decoding"},
+    {"live_acceptance"},
+    {"trainer"},
     {"__main__"},
 )
 PURE = (  # imports no torch: usable in a report or a CI job without it
     *("dflash.config", "dflash.events", "dflash.presets", "dflash.segments", "dflash.decoding.acceptance"),
+    *("dflash.decoding.tree", "dflash.decoding.tree_cost"),
     *("diagnostics.records", "diagnostics.catalogue", "diagnostics.findings", "diagnostics.gpu", "diagnostics.report"),
     *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
     *("diagnostics.triage", "diagnostics.timeline", "diagnostics.logs.speed"),

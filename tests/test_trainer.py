@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_training import make_config
+from helpers_training import examples_of, make_config, write_synthetic
 
 from dflash import checkpoint, events, trainer
 from dflash.__main__ import COMMANDS, main
@@ -18,7 +18,6 @@ from dflash.checkpoint import CheckpointError
 from dflash.config import ConfigError, RunConfig, to_dict
 from dflash.data.examples import DataError, Meta, write_examples
 from dflash.data.packing import PackedStream
-from dflash.data.synthetic import synthetic_examples
 from dflash.engine.queue import WorkerFailed
 from dflash.trainer import train
 from dflash.worker import DrafterModelWorker, NonFiniteError
@@ -105,20 +104,6 @@ def test_padding_is_not_counted_as_tokens(tmp_path: Path) -> None:
     batches = [stream.batch(index) for index in range(8)]
     assert result["tokens"] == sum(batch.num_tokens for batch in batches)
     assert result["padding_tokens"] == sum(batch.num_padding_tokens for batch in batches) > 0
-
-
-def examples_of(config: RunConfig, lengths: list[int]) -> list[Any]:
-    made = synthetic_examples(Path(f"synthetic:{len(lengths)}"), config.data, vocab_size=200, seed=0)
-    return [
-        type(e)(sample_id=e.sample_id, ids=e.ids[:n], loss_mask=torch.arange(n).numpy() >= n // 2)
-        for e, n in zip(made, lengths, strict=True)
-    ]
-
-
-def write_synthetic(config: RunConfig, path: Path, lengths: list[int], **meta: Any) -> None:
-    values: dict[str, Any] = {"target": "random", "vocab_size": 512, "mask_token_id": 5, "pad_token_id": 0, "eos_token_ids": (1,)}
-    held = [type(e)(sample_id=f"held-{e.sample_id}", ids=e.ids, loss_mask=e.loss_mask) for e in examples_of(config, lengths)[:2]]
-    write_examples(path, {"train": examples_of(config, lengths), "heldout": held}, Meta(**(values | meta)))
 
 
 def test_every_skipped_example_is_listed_with_its_split(tmp_path: Path) -> None:

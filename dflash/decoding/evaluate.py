@@ -1,11 +1,13 @@
 """`python -m dflash evaluate RUN`: how much faster do held-out prompts decode with this drafter, and are the tokens the same?
 
 Prompts are the held-out examples up to their first supervised token, in the order of the prepared data. Every prompt is
-decoded speculatively and, unless `baseline` is off, plainly by the same code, in alternating order so that a drift of the
-machine meets both; a short warm-up of each comes before. Lossless is a comparison, never an assumption: the token ids of
-both are equal or the prompt is listed. That holds for sampling too, which is keyed by (seed, prompt number, position).
+decoded with a chain of drafts, with a tree for each of `budgets`, and, unless `baseline` is off, plainly: by the same code,
+`batch` prompts at a time, each way first in its turn so that a drift of the machine meets all; a short warm-up of each comes
+before. Lossless is a comparison, never an assumption: the token ids equal those of plain decoding or the prompt is listed.
+That holds for sampling too, which is keyed by (seed, prompt number, position).
 
-The drafter runs in the target's dtype, as it would be served. One prompt at a time; see `dflash.decoding.chain`.
+Beside the numbers stand two pictures: acceptance by position, and τ by tree budget. The drafter runs in the target's dtype,
+as it would be served. What is decoded how: `dflash.decoding.rounds`.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import transformers
@@ -28,17 +30,20 @@ from dflash.batch import Example
 from dflash.checkpoint import CheckpointError, load_drafter
 from dflash.config import ConfigError, EvaluateConfig, RunConfig
 from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta
-from dflash.decoding.chain import plain, speculate
+from dflash.decoding.plots import acceptance_svg, budget_svg
+from dflash.decoding.rounds import Drafting, Generation, Wanted, decode
 from dflash.decoding.summary import Result, show, summarise
 from dflash.device import parse_device
 from dflash.files import write_whole
 from dflash.modeling.drafter import Drafter, DrafterShape
+from dflash.modeling.shape import misfit
 from dflash.modeling.target import FrozenEnds, load_target, text_config
 
 PROGRESS_AFTER_SECONDS = 2.0
 
 Prompt = tuple[str, list[int]]  # sample id, token ids [P]
 Skipped = tuple[str, str]  # sample id, reason
+Way = Literal["plain", "chain"] | int  # of decoding; a number is the budget of a tree
 
 
 @dataclass(frozen=True)
@@ -57,31 +62,36 @@ class Loaded:
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Decode held-out prompts, write RUN/evaluate-CHECKPOINT.json, show a table on stderr, return what was written.
+    """Decode held-out prompts, write RUN/evaluate-CHECKPOINT.json and its pictures, show a table on stderr, return the numbers.
 
     Raises ConfigError, DataError or CheckpointError when run, checkpoint, target and data do not fit each other.
     """
     started = time.perf_counter()
     loaded = _load(config)
-    summary = _describe(config, loaded) | summarise(list(_decode(loaded, config)), seed=config.seed)
+    done = _decode(loaded, config)
+    ways: tuple[Way, ...] = ("chain", *config.budgets)
+    parts = {way: summarise(_results(loaded, done, way), seed=config.seed) for way in ways}
+    summary = _describe(config, loaded) | parts["chain"]
+    summary["trees"] = [{"budget": budget, **parts[budget]} for budget in config.budgets]
+    pictures = {"acceptance": acceptance_svg(summary)} | ({"budgets": budget_svg(summary)} if config.budgets else {})
+    files = {config.run / f"evaluate-{config.checkpoint}-{name}.svg": picture for name, picture in pictures.items()}
+    summary["pictures"] = [str(path) for path in files]
     summary["seconds"]["total"] = time.perf_counter() - started
-    _write(config.run / f"evaluate-{config.checkpoint}.json", summary)
+    write_whole(config.run / f"evaluate-{config.checkpoint}.json", json.dumps(summary, indent=2).encode() + b"\n")
+    for path, picture in files.items():
+        write_whole(path, picture.encode())
     show(f"{config.checkpoint} of {config.run}", summary)
     return summary
 
 
 def check_fit(shape: DrafterShape, text: Any, checkpoint: str, target: str) -> None:
     """Raise CheckpointError unless the drafter was made for a target of this text configuration."""
-    for what, found, expected in (
-        ("a hidden size", shape.hidden_size, text.hidden_size),
-        ("a vocabulary", shape.vocab_size, text.vocab_size),
-        ("a number of target layers", shape.num_target_layers, text.num_hidden_layers),
-    ):
-        if found != expected:
-            raise CheckpointError(
-                f"{checkpoint} was trained for {what} of {found}, the target {target!r} has {expected}: "
-                f"evaluate the drafter with the target it was trained for"
-            )
+    if problem := misfit(shape, text):
+        what, _, has = problem.partition(", the target has ")
+        raise CheckpointError(
+            f"{checkpoint} was trained for {what}, the target {target!r} has {has}: "
+            f"evaluate the drafter with the target it was trained for"
+        )
 
 
 def select_prompts(
@@ -143,6 +153,7 @@ def _describe(config: EvaluateConfig, loaded: Loaded) -> dict[str, Any]:
         "temperature": config.temperature,
         "seed": config.seed,
         "max_new_tokens": config.max_new_tokens,
+        "batch": config.batch,
         "eos_token_ids": list(loaded.meta.eos_token_ids),
         "block_size": loaded.drafter.shape.block_size,
         "prompts_skipped": [{"sample_id": sample_id, "reason": reason} for sample_id, reason in loaded.skipped],
@@ -150,32 +161,43 @@ def _describe(config: EvaluateConfig, loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def _decode(loaded: Loaded, config: EvaluateConfig) -> Iterator[Result]:
-    def decode(number: int, max_new_tokens: int) -> Result:
-        sample_id, ids = loaded.prompts[number]
-        settings: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": config.temperature,
-            "eos_ids": loaded.meta.eos_token_ids,
-            "seed": config.seed,
-            "request": number,
-        }
-        plain_first = number % 2 == 0
-        baseline = plain(loaded.model, ids, **settings) if config.baseline and plain_first else None
-        speculative = speculate(loaded.model, loaded.ends, loaded.drafter, ids, **settings)
-        if config.baseline and not plain_first:
-            baseline = plain(loaded.model, ids, **settings)
-        return Result(sample_id, speculative, baseline)
-
+def _decode(loaded: Loaded, config: EvaluateConfig) -> dict[Way, list[Generation]]:
+    """What every way of decoding gave, in the order of the prompts."""
+    baseline: tuple[Way, ...] = ("plain",) if config.baseline else ()
+    ways: tuple[Way, ...] = (*baseline, "chain", *config.budgets)
+    done: dict[Way, list[Generation]] = {way: [] for way in ways}
+    warm_up = dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, 2 * loaded.drafter.shape.block_size))
     with _LateProgress("decoding prompts", len(loaded.prompts)) as progress:
-        decode(0, min(config.max_new_tokens, 2 * loaded.drafter.shape.block_size))  # warm-up
-        for number in range(len(loaded.prompts)):
-            yield decode(number, config.max_new_tokens)
-            progress.advance()
+        for way in ways:
+            _decode_batch(loaded, warm_up, way, 0)
+        for turn, first in enumerate(range(0, len(loaded.prompts), config.batch)):
+            start = turn % len(ways)
+            for way in (*ways[start:], *ways[:start]):
+                done[way] += _decode_batch(loaded, config, way, first)
+            progress.advance(config.batch)
+    return done
 
 
-def _write(path: Path, summary: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(summary, indent=2).encode() + b"\n")
+def _decode_batch(loaded: Loaded, config: EvaluateConfig, way: Way, first: int) -> list[Generation]:
+    """The prompts from number `first` on, as many as are decoded together."""
+    prompts = [ids for _, ids in loaded.prompts[first : first + config.batch]]
+    wanted = Wanted(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        eos_ids=loaded.meta.eos_token_ids,
+        seed=config.seed,
+    )
+    budget = way if isinstance(way, int) else None
+    drafting = None if way == "plain" else Drafting(drafter=loaded.drafter, ends=loaded.ends, budget=budget)
+    return decode(loaded.model, prompts, wanted, drafting=drafting, requests=range(first, first + len(prompts)))
+
+
+def _results(loaded: Loaded, done: dict[Way, list[Generation]], way: Way) -> list[Result]:
+    baselines = done.get("plain", [None] * len(loaded.prompts))
+    return [
+        Result(sample_id, speculative, baseline)
+        for (sample_id, _), speculative, baseline in zip(loaded.prompts, done[way], baselines, strict=True)
+    ]
 
 
 class _LateProgress:
@@ -192,7 +214,7 @@ class _LateProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
 
-    def advance(self) -> None:
-        self._progress.advance(self._task)
+    def advance(self, prompts: int) -> None:
+        self._progress.advance(self._task, prompts)
         if time.perf_counter() - self._started > PROGRESS_AFTER_SECONDS:
             self._progress.start()

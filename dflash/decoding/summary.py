@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash.decoding import acceptance
-from dflash.decoding.chain import Generation, StageSeconds
+from dflash.decoding.rounds import Generation, StageSeconds
 
 SPEEDUP_DEFINITION = "seconds per token after the prefill, plain / speculative: same code, prompts and device, sums over prompts"
-TOKENS_PER_FORWARD_DEFINITION = "all tokens / all target forwards, the prefill and its token included"
+TOKENS_PER_FORWARD_DEFINITION = (
+    "all tokens / all target forwards, the prefill and its token included; a forward over several prompts counts once for each"
+)
 
 
 @dataclass(frozen=True)
@@ -48,35 +50,58 @@ def summarise(results: Sequence[Result], *, seed: int) -> dict[str, Any]:
 
 
 def show(title: str, summary: dict[str, Any]) -> None:
-    """Print the table on stderr; `summary` is a `summarise` with block_size, prompts_skipped and the total of seconds."""
-    interval, differing = summary["tau_ci95"], summary["prompts_differing"]
-    tau = _number(summary["tau"]) + (f"  [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
-    lossless = "not compared" if differing is None else f"no: {len(differing)} prompts differ" if differing else "yes"
-    table = Table(title=title, show_header=False)
-    for name, value in (
-        ("prompts, skipped", f"{summary['prompts']}, {len(summary['prompts_skipped'])}"),
-        ("tokens", str(summary["tokens"])),
-        (f"τ of at most {summary['block_size']}  [95 %]", tau),
-        ("committed / rounds", _number(summary["tau_sum"])),
-        ("tokens per target forward", _number(summary["tokens_per_target_forward"])),
-        ("acceptance by position", " ".join(_number(rate) for rate in summary["acceptance_per_position"])),
-        ("speed-up over plain", _number(summary["speedup_over_plain"], "x")),
-        ("tokens equal to plain", lossless),
-        ("seconds", _number(summary["seconds"]["total"])),
+    """Print the table on stderr; `summary` is a `summarise` with block_size, prompts_skipped, trees and the total of seconds."""
+    parts = [summary, *summary["trees"]]
+    table = Table(title=title)
+    for name in (
+        f"{summary['prompts']} prompts, {len(summary['prompts_skipped'])} skipped",
+        "chain",
+        *(f"tree of {part['budget']}" for part in summary["trees"]),
     ):
-        table.add_row(name, value)
+        table.add_column(name)
+    for name, values in (
+        ("tokens", [str(part["tokens"]) for part in parts]),
+        (f"τ of at most {summary['block_size']}  \\[95 %]", [_interval(part, "tau") for part in parts]),
+        ("committed / rounds", [_interval(part, "tau_sum") for part in parts]),
+        ("τ by block", [_interval(part, "tau_block") for part in parts]),
+        ("tokens per target forward", [_number(part["tokens_per_target_forward"]) for part in parts]),
+        ("acceptance by position", [" ".join(map(_number, part["acceptance_per_position"])) for part in parts]),
+        ("speed-up over plain", [_number(part["speedup_over_plain"], "x") for part in parts]),
+        ("tokens equal to plain", [_lossless(part["prompts_differing"]) for part in parts]),
+        ("ms a round: draft", [_milliseconds(part, "draft") for part in parts]),
+        ("build", [_milliseconds(part, "build") for part in parts]),
+        ("verify", [_milliseconds(part, "verify") for part in parts]),
+        ("commit", [_milliseconds(part, "commit") for part in parts]),
+    ):
+        table.add_row(name, *values)
+    table.caption = f"{_number(summary['seconds']['total'])} s in all"
     Console(stderr=True).print(table)
+
+
+def _interval(part: dict[str, Any], name: str) -> str:
+    interval = part[f"{name}_ci95"]
+    return _number(part[name]) + (f"  \\[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+
+
+def _lossless(differing: list[str] | None) -> str:
+    return "not compared" if differing is None else f"no: {len(differing)} prompts differ" if differing else "yes"
+
+
+def _milliseconds(part: dict[str, Any], stage: str) -> str:
+    seconds = _ratio(part["seconds"]["speculative"][stage], part["rounds"])
+    return _number(None if seconds is None else 1e3 * seconds)
 
 
 def _acceptance(requests: Sequence[acceptance.Request], seed: int) -> dict[str, Any]:
     positions = acceptance.acceptance_per_position(requests)
-    interval = acceptance.bootstrap_interval(acceptance.tau_by_request(requests), seed=seed)
+    lengths: dict[str, Any] = {}
+    for name, estimate in acceptance.estimates(requests, seed=seed).items():
+        lengths[name] = estimate.value
+        lengths[f"{name}_ci95"] = estimate.interval and list(estimate.interval)
+        lengths[f"{name}_definition"] = estimate.definition
     return {
         "prompts_without_rounds": sum(not rounds for rounds in requests),
-        "tau": acceptance.tau(requests),
-        "tau_ci95": interval and list(interval),
-        "tau_definition": acceptance.TAU_DEFINITION,
-        "tau_sum": acceptance.tau_sum(requests),
+        **lengths,
         "acceptance_per_position": [position.rate for position in positions],
         "rounds_per_position": [position.tried for position in positions],
         "rounds": sum(map(len, requests)),

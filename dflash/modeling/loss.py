@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dflash.batch import LossSums, PackedBatch
 from dflash.config import ConfigError, LossConfig
+from dflash.modeling.draft_collector import DraftCollector
 from dflash.modeling.ends import FrozenEnds
 
 _PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
@@ -63,12 +64,13 @@ def draft_loss(
     config: LossConfig,
     block_size: int,
     final_hidden: Tensor | None = None,
+    collector: DraftCollector | None = None,
 ) -> LossSums:
     """Loss sums of a micro-batch; `loss` carries the gradient by `hidden`.
 
     hidden [R, N*B, H] from the drafter; ends, batch and final_hidden (the target's head input [R, S, H], for kl only) on
     the same device. At most `config.chunk_tokens` rows of logits exist at one time (for kl, and as many of the target's).
-    Raises ConfigError for kl without final_hidden.
+    `collector` sees the logits, too. Raises ConfigError for kl without final_hidden.
     """
     if config.kind == "kl" and final_hidden is None:
         raise ConfigError("loss.kind is kl, but the target's final hidden states were not kept: keep them, or use ce or dpace")
@@ -76,10 +78,13 @@ def draft_loss(
     grid = labels.shape
     rows = hidden.reshape(*grid[:2], block_size, -1)[:, :, 1:].flatten(0, 2)
     teacher = _teacher_index(batch, block_size) if config.kind == "kl" else None
-    task = _HeadTask(
-        ends, labels.flatten(), final_hidden, teacher, config.chunk_tokens, torch.is_grad_enabled() and rows.requires_grad
-    )
+    wants_gradient = torch.is_grad_enabled() and rows.requires_grad
+    task = _HeadTask(ends, labels.flatten(), final_hidden, teacher, config.chunk_tokens, wants_gradient, collector)
+    if collector is not None:
+        collector.begin(labels)
     loss, log_likelihood, correct = _HeadLoss.apply(rows, task)  # type: ignore[no-untyped-call]  # untyped in torch
+    if collector is not None:
+        collector.finish(labels, supervised)
     if config.kind == "dpace":
         weights = _dpace_weights(log_likelihood.view(grid), supervised, config.dpace_alpha)
     else:
@@ -126,6 +131,7 @@ class _HeadTask:
     teacher_index: Tensor | None  # [M] into R*S; None: cross-entropy
     chunk_tokens: int
     wants_gradient: bool
+    collector: DraftCollector | None
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -156,6 +162,8 @@ def _head_chunk(
     """Fill the slice `part` of the outputs. Holds the only logits of this module."""
     labels = task.labels[part].unsqueeze(-1)
     logits = task.ends.logits(rows[part])
+    if task.collector is not None:
+        task.collector.look(part.start, logits)
     normalizer = logits.logsumexp(-1, keepdim=True)
     log_likelihood[part] = (logits.gather(1, labels) - normalizer).squeeze(-1)
     correct[part] = logits.argmax(-1, keepdim=True).eq(labels).squeeze(-1)

@@ -225,3 +225,15 @@ def _rope_of_zlab(values: dict[str, Any]) -> dict[str, Any]:
             f"rope_theta is {theta} at the top of config.json and {new['rope_theta']} in rope_parameters: write the same number"
         )
     return {"rope_theta": theta, **new}
+
+
+def misfit(shape: DrafterShape, text: Any) -> str | None:
+    """In what a target of this text configuration is not the drafter's ("a vocabulary of 520, the target has 512"), or None."""
+    for what, found, expected in (
+        ("a hidden size", shape.hidden_size, text.hidden_size),
+        ("a vocabulary", shape.vocab_size, text.vocab_size),
+        ("a number of target layers", shape.num_target_layers, text.num_hidden_layers),
+    ):
+        if found != expected:
+            return f"{what} of {found}, the target has {expected}"
+    return None
