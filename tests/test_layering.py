@@ -43,6 +43,7 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     *("dflash.decoding.tree", "dflash.decoding.tree_cost"),
     *("diagnostics.records", "diagnostics.catalogue", "diagnostics.findings", "diagnostics.gpu", "diagnostics.report"),
     *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
+    *("diagnostics.triage", "diagnostics.timeline", "diagnostics.logs.speed"),
     *("regression.spec", "regression.child", "regression.records", "regression.store", "regression.validity"),
     *("regression.sampler", "regression.interval", "regression.controls", "regression.measurement", "regression.laws"),
     *(

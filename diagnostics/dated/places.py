@@ -1,0 +1,92 @@
+"""Walk folders once and say what is what: site-packages, compile caches, repositories, logs, checkpoints. Follows no links."""
+
+from __future__ import annotations
+
+import os
+import re
+import site
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from getpass import getuser
+from pathlib import Path
+
+MAX_FILES = 500_000
+_SKIPPED = {".git", "node_modules", "__pycache__", ".nox", ".mypy_cache", ".ruff_cache", "proc", "sys", "dev"}
+_CACHE = re.compile(r"^torchinductor(?:_.*)?$|^inductor_cache$|^triton_cache$")
+_CACHE_PARTS = {"fxgraph", "aotautograd"}
+_LOG = re.compile(
+    r"\.(?:log|out|err)(?:\.\d+)?$|^(?:events\.jsonl|stderr|stdout|stdout\.txt|stderr\.txt|output\.log|nohup\.out)$"
+)
+_SYSTEM_LOGS = {"dpkg.log", "kern.log", "syslog", "dmesg", "messages"}
+_CHECKPOINT = re.compile(r"\.(?:safetensors|pt|pth|ckpt|bin|distcp)$")
+
+
+@dataclass(kw_only=True)
+class Places:
+    """Folders and files by what they are."""
+
+    site_packages: list[Path] = field(default_factory=list)
+    caches: list[Path] = field(default_factory=list)
+    repositories: list[Path] = field(default_factory=list)
+    logs: list[Path] = field(default_factory=list)
+    system_logs: list[Path] = field(default_factory=list)
+    checkpoints: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def places(folders: Sequence[Path]) -> Places:
+    """Look through `folders`."""
+    found, count = Places(), 0
+    for folder in folders:
+        for path, directories, files in _walk(folder, found.notes):
+            count += len(files)
+            if count > MAX_FILES:
+                found.notes.append(f"only the first {MAX_FILES:,} files were looked at: name smaller folders")
+                return found
+            _sort(found, path, directories, files)
+    return found
+
+
+def usual() -> Places:
+    """What a run on this machine uses when no folder is named: this Python's packages, this user's caches, the current folder."""
+    here = places([Path.cwd()])
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path(tempfile.gettempdir()) / f"torchinductor_{getuser()}")
+    triton = os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
+    here.caches += [path for path in (Path(inductor), Path(triton)) if path not in here.caches]
+    own = [Path(name) for name in (*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else []))]
+    here.site_packages += [path for path in own if path.is_dir() and path not in here.site_packages and str(path) in sys.path]
+    here.system_logs += [Path("/var/log") / name for name in sorted(_SYSTEM_LOGS) if (Path("/var/log") / name).is_file()]
+    return here
+
+
+def _walk(folder: Path, notes: list[str]) -> Iterator[tuple[Path, list[str], list[str]]]:
+    def missed(error: OSError) -> None:
+        notes.append(f"{error.filename}: {error.strerror}: not looked at")
+
+    for name, directories, files in os.walk(folder, onerror=missed):
+        directories.sort()
+        yield Path(name), directories, sorted(files)
+
+
+def _sort(found: Places, path: Path, directories: list[str], files: list[str]) -> None:
+    """File one folder, and keep the walk out of what is looked at elsewhere by leaving it out of `directories`."""
+    if (path / ".git").exists():
+        found.repositories.append(path)
+    if path.name in {"site-packages", "dist-packages"}:
+        found.site_packages.append(path)
+        directories.clear()
+        return
+    if _CACHE.match(path.name) or _CACHE_PARTS & set(directories) or path.match(".triton/cache"):
+        found.caches.append(path)
+        directories.clear()
+        return
+    directories[:] = [name for name in directories if name not in _SKIPPED]
+    for name in files:
+        if name in _SYSTEM_LOGS:
+            found.system_logs.append(path / name)
+        elif _LOG.search(name):
+            found.logs.append(path / name)
+        elif _CHECKPOINT.search(name):
+            found.checkpoints.append(path / name)

@@ -1,0 +1,200 @@
+"""Failures of one kind with one signature, counted; and the report over all logs, most telling first."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from diagnostics.logs.dumps import Dump
+from diagnostics.logs.facts import Collectives, facts
+from diagnostics.logs.kinds import UNKNOWN, Kind, Sure
+from diagnostics.logs.recognise import Match
+from diagnostics.logs.traceback import Frame, Traceback
+
+_MAX_GROUPS = 500
+_MAX_EVIDENCE = 5
+_MAX_FACTS = 12
+_MAX_STREAMS = 64
+_SURE = ("certain", "likely", "possible")
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
+_LIBRARY = re.compile(r"(?:^|/)(?:site|dist)-packages/|/lib/python[\d.]+/|^<frozen |^<string>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Where it stands in which log. Lines count from 1."""
+
+    log: str
+    first_line: int
+    last_line: int
+    stream: str
+    thread: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        """file:line, or file:first-last."""
+        end = f"-{self.last_line}" if self.last_line != self.first_line else ""
+        return f"{self.log}:{self.first_line}{end}"
+
+
+@dataclass(kw_only=True)
+class Group:
+    """Failures with one signature."""
+
+    kind: Kind
+    sure: Sure
+    signature: str
+    where: tuple[str, ...] = ()  # the program's innermost lines, the innermost first
+    count: int = 0
+    evidence: list[Evidence] = field(default_factory=list)  # the first ones
+    streams: dict[str, None] = field(default_factory=dict)
+    facts: dict[str, None] = field(default_factory=dict)
+    doubts: dict[str, None] = field(default_factory=dict)
+    after: str = ""  # an earlier failure that this one probably follows from
+
+    def to_dict(self) -> dict[str, Any]:
+        """The group as JSON values."""
+        kind = self.kind
+        return {
+            "kind": kind.id,
+            "title": kind.title,
+            "severity": kind.severity,
+            "sure": self.sure,
+            "count": self.count,
+            "signature": self.signature,
+            "where": list(self.where),
+            "streams": list(self.streams),
+            "facts": list(self.facts),
+            "doubts": list(self.doubts),
+            "after": self.after,
+            "evidence": [dataclasses.asdict(one) for one in self.evidence],
+            "means": kind.means,
+            "to_do": kind.to_do,
+            "no_help": kind.no_help,
+        }
+
+
+class Groups:
+    """All failures of all logs."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, str], Group] = {}
+        self._collectives: dict[tuple[str, str], Collectives] = {}
+        self.dropped = 0
+
+    def add_traceback(self, log: str, match: Match, traceback: Traceback) -> None:
+        """Count a traceback with what was printed before it."""
+        where = program_lines(traceback.frames)
+        root = next((f"; after {one.exception}" for one in traceback.chain if one is not traceback and one.exception), "")
+        message = _NUMBERS.sub("#", traceback.message)[:160] if match[0] is UNKNOWN else ""
+        name = traceback.exception or "(the exception is cut off)"
+        signature = (
+            f"{name}{': ' if message else ''}{message}{' in ' if where else ''}{' < '.join(_names(traceback.frames))}{root}"
+        )
+        group = self._add(
+            match,
+            signature,
+            where,
+            traceback.text,
+            Evidence(
+                log=log,
+                first_line=min(one.first_line for one in traceback.chain),
+                last_line=traceback.last_line,
+                stream=traceback.stream,
+                thread=traceback.thread,
+                text=traceback.text.split("\n", 1)[0][:300] or "(cut off)",
+            ),
+        )
+        if group is not None and traceback.truncated:
+            end = "begins" if traceback.truncated == "start" else "ends"
+            group.doubts[f"some tracebacks are not whole: the log {end} inside, or their frames were not printed"] = None
+        if group is not None and traceback.interleaved:
+            group.doubts[
+                "tracebacks of several ranks or threads are mixed in this log: frames may be another's (torchrun --tee 3 "
+                "marks the ranks)"
+            ] = None
+
+    def add_line(self, log: str, match: Match, number: int, stream: str, text: str) -> None:
+        """Count a line that is no traceback."""
+        self._add(
+            match,
+            "",
+            (),
+            text,
+            Evidence(log=log, first_line=number, last_line=number, stream=stream, thread="", text=text.strip()[:300]),
+        )
+
+    def add_dump(self, log: str, match: Match, dump: Dump) -> None:
+        """Count a dump of all threads."""
+        evidence = Evidence(
+            log=log,
+            first_line=dump.first_line,
+            last_line=dump.last_line,
+            stream=dump.stream,
+            thread="",
+            text=dump.cause or "stacks of all threads",
+        )
+        stack = [] if dump.deadlock or dump.in_collectives else dump.stack
+        group = self._add(match, "stacks of all threads", program_lines(stack), dump.cause, evidence)
+        if group is None:
+            return
+        if dump.deadlock is not None:
+            holder, waiter = dump.deadlock
+            group.facts[f"{holder.name} holds the compile lock and waits for autograd, at {holder.program_line}"] = None
+            group.facts[f"{waiter.name}, autograd's device thread, waits for the compile lock, at {waiter.program_line}"] = None
+        for thread in dump.in_collectives[:_MAX_FACTS]:
+            group.facts[f"{thread.name} waits in a collective ({thread.frames[0].function}), at {thread.program_line}"] = None
+        if not dump.first_line or (dump.threads and dump.threads[0].name == "cut off"):
+            group.doubts["the log begins inside this dump: threads before it are missing"] = None
+
+    def ordered(self) -> list[Group]:
+        """Causes before their usual consequences, in the order of the logs; infos last."""
+        for key, collectives in self._collectives.items():
+            self._groups[key].facts.update(dict.fromkeys(collectives.sentences()))
+        groups = sorted(self._groups.values(), key=_order)
+        causes = [group for group in groups if not group.kind.follows and group.kind.severity == "error"]
+        for group in groups:
+            first = next((one for one in causes if one is not group and one.evidence[0].log == group.evidence[0].log), None)
+            if group.kind.follows and first is not None:
+                group.after = f"{first.kind.id} at {first.evidence[0].place}"
+        return groups
+
+    def _add(self, match: Match, signature: str, where: tuple[str, ...], text: str, evidence: Evidence) -> Group | None:
+        kind, sure = match
+        key = (kind.id, signature)
+        group = self._groups.get(key)
+        if group is None:
+            if len(self._groups) >= _MAX_GROUPS:
+                self.dropped += 1
+                return None
+            group = self._groups[key] = Group(kind=kind, sure=sure, signature=signature, where=where)
+        group.count += 1
+        group.sure = min(group.sure, sure, key=_SURE.index)
+        if len(group.evidence) < _MAX_EVIDENCE:
+            group.evidence.append(evidence)
+        if evidence.stream and len(group.streams) < _MAX_STREAMS:
+            group.streams[evidence.stream] = None
+        if len(group.facts) < _MAX_FACTS:
+            group.facts.update(dict.fromkeys(facts(kind.id, text)))
+        if kind.id == "nccl-timeout":
+            self._collectives.setdefault(key, Collectives()).add(text)
+        return group
+
+
+def program_lines(frames: list[Frame], limit: int = 3) -> tuple[str, ...]:
+    """The program's innermost lines, the innermost first; those of libraries where there are no others."""
+    program = [frame for frame in frames if not _LIBRARY.search(frame.file)] or frames
+    return tuple(f"{frame.file}:{frame.line} in {frame.function}" for frame in reversed(program[-limit:]))
+
+
+def _names(frames: list[Frame]) -> list[str]:
+    return [f"{PurePath(frame.file).name}:{frame.function}" for frame in reversed(frames[-3:])]
+
+
+def _order(group: Group) -> tuple[bool, bool, str, int]:
+    first = group.evidence[0]
+    return (group.kind.severity == "info", group.kind.follows, first.log, first.first_line)

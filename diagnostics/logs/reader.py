@@ -1,0 +1,139 @@
+"""A log file as blocks of whole lines, and one line as plain text of one rank. Reads forward, keeps one block in memory.
+
+Lines are numbered by line feeds, as an editor numbers them. Text is UTF-8 unless the file's first bytes say UTF-16 or UTF-32;
+a line that is not UTF-8 is read as Latin-1. Colours and cursor movements are removed, a progress bar's carriage returns split
+a line, and what loggers and launchers put before a line (`[rank0]:`, `[default1]:`, `(Worker pid=7)`, dates) is taken off:
+the rank becomes the line's stream, so that interleaved ranks are read apart.
+
+Limits: compressed and binary files are refused; the two halves of a terminal that was split side by side are not told apart.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+BLOCK_BYTES = 1 << 20  # also the longest line: a longer one is cut, at a carriage return where it has one
+_HEAD_BYTES = 1 << 16
+_BOMS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+)
+_COMPRESSED = {
+    b"\x1f\x8b": "zcat",
+    b"BZh": "bzcat",
+    b"\xfd7zXZ": "xzcat",
+    b"\x28\xb5\x2f\xfd": "zstdcat",
+    b"PK\x03\x04": "unzip -p",
+}
+_CONTROLS = bytes(set(range(1, 32)) - set(b"\b\t\n\v\f\r\x1b\a"))
+_MOST_CONTROLS = 0.02  # of the bytes of a text
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_=>()][0B]?|[\x00\x08\x0e\x0f]")
+_PREFIX = re.compile(
+    r"""\[(?:rank|default|local_rank|worker|node)[ _:]?(?P<rank>\d+)\]:?\ ?
+      | \[\d+,(?P<mpi>\d+)\]<std(?:out|err)>:\ ?
+      | (?P<srun>\d{1,4}):[ ]
+      | \((?P<actor>[\w.]+\ pid=\d+[^)]*)\)[ ]
+      | (?P<date>\[?\d{4}-\d\d-\d\d[T\ ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|\ ?[+-]\d\d:?\d\d)?\]?:?[\ \t]?(?:std(?:out|err)\ [FP]\ )?)
+      | (?P<glog>\[?[IWEF]\d{3,4}\ \d\d:\d\d:\d\d\.\d+\ +(?:\d+\ )?\S+:\d+\]\ ?(?:\[[-\w]+/[-\w/]+\]\ )?)
+      | (?P<clock>\[\d\d:\d\d:\d\d\]\ )""",
+    re.VERBOSE,
+)
+_MAX_PREFIXES = 4
+_PREFIX_BEGINS = frozenset("[(0123456789IWEF")
+_DATES = {"date", "glog", "clock"}
+_STREAM_NAMES = {"rank": "rank", "mpi": "rank", "srun": "rank", "actor": "actor"}
+
+
+class Unreadable(Exception):
+    """The file cannot be read as text; the message says what it is and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line. `stream` names whose it is ("" where the log does not say); `text` keeps its indentation."""
+
+    number: int
+    stream: str
+    text: str
+    dated: bool = False  # a logger put a date before it
+
+
+def blocks(file: BinaryIO) -> Iterator[bytes]:
+    """The file's content as UTF-8 or Latin-1 blocks that end with a line. Raises Unreadable."""
+    head = file.read(_HEAD_BYTES)
+    encoding = _encoding(head)
+    decoder = codecs.getincrementaldecoder(encoding)(errors="replace") if encoding != "utf-8" else None
+    kept = b""
+    piece = head
+    while piece:
+        kept += decoder.decode(piece).encode() if decoder is not None else piece
+        end = _end_of_lines(kept)
+        if end:
+            yield kept[:end]
+            kept = kept[end:]
+        piece = file.read(BLOCK_BYTES)
+    if kept:
+        yield kept
+
+
+def lines(raw: bytes, number: int) -> list[Line]:
+    """The parts of one raw line, without its line feed: more than one where carriage returns split it."""
+    text = decode(raw)
+    if not text.isprintable():  # a quick look: most lines have neither colours nor carriage returns
+        parts = [part for part in _ESCAPES.sub("", text).split("\r") if part]
+        if len(parts) != 1:
+            return [_line(part, number) for part in parts] or [Line(number, "", "")]
+        text = parts[0]
+    return [_line(text, number)]
+
+
+def decode(raw: bytes) -> str:
+    """UTF-8, or Latin-1 where it is not that."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
+
+
+def _line(text: str, number: int) -> Line:
+    stream, dated, at = "", False, 0
+    for _ in range(_MAX_PREFIXES):
+        found = _PREFIX.match(text, at) if text[at : at + 1] in _PREFIX_BEGINS else None
+        if found is None:
+            break
+        at, name = found.end(), found.lastgroup or ""
+        if name in _DATES:
+            dated = True
+        else:
+            stream = f"{_STREAM_NAMES[name]} {found[name]}"
+    return Line(number, stream, text[at:].rstrip(), dated)
+
+
+def _encoding(head: bytes) -> str:
+    for mark, tool in _COMPRESSED.items():
+        if head.startswith(mark):
+            raise Unreadable(f"it is compressed: {tool} it and give `-` to read standard input")
+    for bom, encoding in _BOMS:
+        if head.startswith(bom):
+            return encoding
+    even, odd = head[::2].count(0), head[1::2].count(0)
+    if max(even, odd) > 0.3 * max(1, len(head) // 2) and min(even, odd) < 0.1 * max(even, odd):
+        return "utf-16-le" if odd > even else "utf-16-be"
+    text = head.replace(b"\0", b"")  # a file that a power failure cut may end in zeros
+    if (head and len(text) - len(text.translate(None, _CONTROLS)) > _MOST_CONTROLS * len(text)) or (head and not text):
+        raise Unreadable("it is binary, not a log: give text files")
+    return "utf-8"
+
+
+def _end_of_lines(kept: bytes) -> int:
+    end = kept.rfind(b"\n") + 1
+    if not end and len(kept) >= BLOCK_BYTES:
+        return kept.rfind(b"\r") + 1 or len(kept)
+    return end

@@ -1,0 +1,139 @@
+"""Which kind of failure a line or a traceback is, and how sure. One expression looks for all marks, only then one by one."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from diagnostics.logs import kinds_gpu, kinds_machine, kinds_threads
+from diagnostics.logs.dumps import Dump
+from diagnostics.logs.kinds import UNKNOWN, Kind, Mark, Sure
+from diagnostics.logs.traceback import Traceback
+
+KINDS = (*kinds_threads.KINDS, *kinds_gpu.KINDS, *kinds_machine.KINDS)
+BY_ID = {kind.id: kind for kind in (*KINDS, UNKNOWN)}
+Match = tuple[Kind, Sure]
+_GATE_CHARACTERS = 14  # of a mark: enough to be rare, few enough to stand before a terminal's line break
+# What stands before a trigger that begins with a small letter: it begins a word, or follows a colour's `m`.
+_BEFORE_SMALL = r"""[ \t\n\r\[({:=.'"`,;/|>*\-m]"""
+_BLANKS = re.compile(r"\s")
+_GENERAL = ("compile-error", "unknown")  # say less than any other kind that fits
+_SURE: tuple[Sure, ...] = ("certain", "likely", "possible")
+_HIJACKED = re.compile(r"torch/fx/_symbolic_trace\.py:module_call_wrapper")
+_OWN_TRACE = re.compile(
+    r"torch/fx/_symbolic_trace\.py:(?:trace|symbolic_trace)$|proxy_tensor\.py:(?:trace|_trace_inner|dispatch_trace|wrapped)$|"
+    r"torch/export/|torch/_export/",
+    re.MULTILINE,
+)
+_STRUCTURE = (
+    "Traceback (most",
+    'File "',
+    "(most recent call f",
+    "Exception in thread",
+    "Error",
+    "Exception",
+    "Interrupt",
+    "Fatal Python",
+    "(idle",
+    "(active",
+    "Timeout (",
+)
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """An expression for any of `texts`, in groups by first character: much faster than one long alternation."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    wanted = sorted(set(texts), key=len)
+    for text in wanted:
+        if not any(short != text and short in text for short in wanted):
+            groups[text[0]].append(re.escape(text[1:]))
+    return "|".join(f"{re.escape(first)}(?:{'|'.join(rest)})" for first, rest in sorted(groups.items()))
+
+
+_ALL_MARKS = [mark for kind in KINDS for mark in kind.marks]
+_TRIGGERS = [*_STRUCTURE, *(mark.text[:_GATE_CHARACTERS] for mark in _ALL_MARKS)]
+_SMALL = [trigger for trigger in _TRIGGERS if trigger[0].islower()]
+_FIRST = "".join(sorted({trigger[0] for trigger in _SMALL}))
+# Two searches, because each stops at every character that one of its triggers can begin with, and small letters are everywhere.
+GATES = (
+    re.compile(any_of(set(_TRIGGERS) - set(_SMALL)).encode()),
+    re.compile(f"{_BEFORE_SMALL}(?=[{_FIRST}])(?:{any_of(_SMALL)})".encode()),
+)
+_TABLE = [(mark.squeezed, kind, mark) for kind in KINDS for mark in kind.marks]
+_MARKS = re.compile(any_of(words for words, _, _ in _TABLE))
+
+
+def gated(text: str) -> bool:
+    """Whether one line has a trigger."""
+    line = f"\n{text}".encode()
+    return any(gate.search(line) for gate in GATES)
+
+
+def of_line(text: str) -> Match | None:
+    """The kind of a line that is no part of a traceback."""
+    matches = _matches(text, "")
+    return _best(matches)
+
+
+def of_traceback(traceback: Traceback) -> tuple[Match, bool]:
+    """The kind of a traceback with its causes, `unknown` included, and whether lines after its message were needed."""
+    matches: list[Match] = []
+    for one in traceback.chain:
+        stack = "\n".join(f"{frame.file}:{frame.function}" for frame in one.frames)
+        head = f"{one.exception}: {one.message}" if one.message else one.exception
+        matches += [_whose(match, one, stack) for match in _matches(head, stack)]
+    best = _best(matches)
+    if best is not None and best[0].id not in _GENERAL:
+        return best, False
+    stack = "\n".join(f"{frame.file}:{frame.function}" for frame in traceback.frames)
+    inner = [_whose(match, traceback, stack) for one in traceback.chain for match in _matches(one.text, stack)]
+    found = _best([*matches, *inner])
+    if found is None:
+        hijacked = bool(_HIJACKED.search(stack)) and not _OWN_TRACE.search(stack) and not traceback.truncated
+        return ((BY_ID["F4"], "likely") if hijacked else (UNKNOWN, "possible")), False
+    return found, found != best
+
+
+def of_dump(dump: Dump) -> Match | None:
+    """What a dump of all threads shows: never certain, since it is one look."""
+    if dump.deadlock is not None:
+        return BY_ID["F8"], "likely"
+    if dump.in_collectives and (dump.cause.startswith("Timeout") or len(dump.in_collectives) > 1):
+        return BY_ID["stuck-collective"], "likely"
+    if dump.in_collectives:
+        return BY_ID["stuck-collective"], "possible"
+    return of_line(dump.cause)
+
+
+def _matches(text: str, stack: str) -> list[Match]:
+    squeezed = _BLANKS.sub("", text)
+    if _MARKS.search(squeezed) is None:
+        return []
+    return [(kind, mark.sure) for words, kind, mark in _TABLE if words in squeezed and _fits(mark, text, stack)]
+
+
+def _fits(mark: Mark, text: str, stack: str) -> bool:
+    if mark.pattern and not (re.search(mark.pattern, text) or re.search(mark.pattern, " ".join(text.split()))):
+        return False
+    return not mark.stack or re.search(mark.stack, stack) is not None
+
+
+def _whose(match: Match, traceback: Traceback, stack: str) -> Match:
+    """F1 within one thread is another failure: the stack shows whose the trace is, where it is whole."""
+    if match[0].id != "F1":
+        return match
+    if _OWN_TRACE.search(stack):
+        return BY_ID["F1-own"], "likely" if traceback.interleaved else "certain"
+    if traceback.truncated or traceback.interleaved or not traceback.frames:
+        return match[0], "possible"
+    return match[0], "certain" if _HIJACKED.search(stack) else "likely"
+
+
+def _best(matches: list[Match]) -> Match | None:
+    """The one that says most: a cause before its consequence, a special kind before a general one, the surest."""
+    return min(
+        matches,
+        default=None,
+        key=lambda match: (match[0].id in _GENERAL, match[0].severity == "info", match[0].follows, _SURE.index(match[1])),
+    )

@@ -1,0 +1,119 @@
+"""One log, read once from its beginning: every failure goes into the groups. Time grows with the log, memory does not.
+
+A block without a trigger (`recognise.GATES`) is only counted, unless a traceback or a dump is open. A line that a terminal has
+wrapped in the middle of a message is put together with the next one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+from diagnostics.logs.dumps import Dump, DumpReader
+from diagnostics.logs.groups import Groups
+from diagnostics.logs.reader import Line, Unreadable, blocks, lines
+from diagnostics.logs.recognise import GATES, gated, of_dump, of_line, of_traceback
+from diagnostics.logs.traceback import Traceback
+from diagnostics.logs.tracebacks import TracebackReader
+
+_SWEEP_LINES = 5000
+_WRAPPED = 25  # characters, without what loggers put before: a terminal is not narrower
+
+
+class LogSearch:
+    """Reads one log into `groups`; `lines` counts what it read."""
+
+    def __init__(self, log: str, groups: Groups) -> None:
+        self._log, self._groups = log, groups
+        self._tracebacks, self._dumps = TracebackReader(), DumpReader()
+        self._begun: Line | None = None  # a line that may go on in the next one
+        self.lines = 0
+        self.bytes = 0
+
+    def read(self, file: BinaryIO) -> None:
+        """Read to the end. Raises Unreadable, and OSError of the file."""
+        for block in blocks(file):
+            self.bytes += len(block)
+            self._read_block(block)
+        self._take(self._tracebacks.finish(), self._dumps.finish())
+
+    @property
+    def _quiet(self) -> bool:
+        return self._begun is None and self._tracebacks.idle and self._dumps.idle
+
+    def _read_block(self, block: bytes) -> None:
+        at, end = 0, len(block)
+        hits = [-1] * len(GATES)  # the end of each gate's next trigger
+        while at < end:
+            if at and self._quiet:  # a block's first line is always read: a trigger may need the line feed before it
+                for number, gate in enumerate(GATES):
+                    if hits[number] <= at:
+                        found = gate.search(block, at - 1)
+                        hits[number] = found.end() if found is not None else end + 1
+                start = end if min(hits) > end else max(at, block.rfind(b"\n", at, min(hits)) + 1)
+                self.lines += block.count(b"\n", at, start)
+                at = start
+                if min(hits) > end:
+                    return
+            stop = block.find(b"\n", at)
+            stop = end if stop < 0 else stop
+            self._read_line(block[at:stop])
+            at = stop + 1
+
+    def _read_line(self, raw: bytes) -> None:
+        self.lines += 1
+        for line in lines(raw, self.lines):
+            self.feed(line)
+        if self.lines % _SWEEP_LINES == 0:
+            self._take(self._tracebacks.sweep(self.lines), self._dumps.sweep(self.lines))
+
+    def feed(self, line: Line) -> None:
+        """Read one line."""
+        dumped, dumps = self._dumps.feed(line)
+        used, tracebacks = (False, []) if dumped else self._tracebacks.feed(line)
+        self._take(tracebacks, dumps)
+        begun, self._begun = self._begun, None
+        if not (dumped or used) and line.text and (begun is not None or gated(line.text)):
+            self._match_line(line, begun)
+
+    def _match_line(self, line: Line, begun: Line | None) -> None:
+        match = of_line(line.text)
+        if match is None and begun is not None and begun.stream == line.stream:
+            match = of_line(begun.text + line.text)
+            line = begun if match is not None else line
+        if match is not None:
+            self._groups.add_line(self._log, match, line.number, line.stream, line.text)
+        elif begun is None and len(line.text) >= _WRAPPED:
+            self._begun = line
+
+    def _take(self, tracebacks: list[Traceback], dumps: list[Dump]) -> None:
+        for traceback in [one for one in tracebacks if not one.is_stack]:
+            match, needed_tail = of_traceback(traceback)
+            self._groups.add_traceback(self._log, match, traceback)
+            if not needed_tail:
+                self._take_tail(traceback)
+        for dump in dumps:
+            found = of_dump(dump)
+            if found is not None:
+                self._groups.add_dump(self._log, found, dump)
+
+    def _take_tail(self, traceback: Traceback) -> None:
+        """What followed the message was not a part of it, as far as is known."""
+        for one in traceback.chain:
+            for line in one.tail:
+                match = of_line(line.text)
+                if match is not None:
+                    self._groups.add_line(self._log, match, line.number, line.stream, line.text)
+
+
+def read_log(path: Path, groups: Groups) -> LogSearch:
+    """Search one file. Raises Unreadable with what was found and what to do."""
+    if path.is_dir():
+        raise Unreadable("it is a folder: name log files, for example with a * at its end")
+    search = LogSearch(str(path), groups)
+    try:
+        with path.open("rb") as file:
+            search.read(file)
+    except OSError as error:
+        raise Unreadable(f"{error.strerror or error}: check the name and the right to read it") from error
+    return search
