@@ -46,7 +46,8 @@ def case_study(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
     """Prove the laws."""
-    _run(session, "-m", "pytest", "-n", "2", "--dist", "loadgroup", *session.posargs)  # most tests wait for child processes
+    by_file = ("--dist", "loadfile", "--no-loadscope-reorder")  # what a file's tests share is made once
+    _run(session, "-m", "pytest", "-n", "2", *by_file, *session.posargs)  # most tests wait for child processes
 
 
 @nox.session(venv_backend="none", requires=["environment"])

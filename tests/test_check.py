@@ -23,8 +23,6 @@ from dflash.modeling.target import drafter_shape
 UNTRAINED = {"alignment.label-offset", "alignment.feature-layer", "alignment.rope"}
 TEMPLATE = {"template.prefix", "template.same", "template.render", "template.thinking", "template.supervision"}
 
-pytestmark = pytest.mark.xdist_group("trained_run")  # one worker: its fixture of the session takes long
-
 
 @pytest.fixture(autouse=True)
 def one_load_a_target(monkeypatch: pytest.MonkeyPatch) -> None:

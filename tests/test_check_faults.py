@@ -29,8 +29,6 @@ Values = dict[str, Any]
 Weights = dict[str, Tensor]
 Edit = Callable[[Values, Weights], None]
 
-pytestmark = pytest.mark.xdist_group("trained_run")  # one worker: its fixture of the session takes long
-
 
 @pytest.fixture(autouse=True)
 def one_load_a_target(monkeypatch: pytest.MonkeyPatch) -> None:

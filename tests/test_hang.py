@@ -23,10 +23,7 @@ from diagnostics.stacks import CannotObserve, NoSuchProcess, Snapshot, Stack, pa
 from diagnostics.thread_states import State, classify
 from diagnostics.waiting import HangReport, analyse
 
-pytestmark = [
-    pytest.mark.timeout(120),  # for failures: a watch has no end of its own
-    pytest.mark.xdist_group("hang"),  # one worker: its fixtures of the module take long
-]
+pytestmark = pytest.mark.timeout(120)  # for failures: a watch has no end of its own
 
 ROOT = Path(__file__).parent.parent
 LIMIT_SECONDS = 60.0

@@ -20,8 +20,6 @@ from dflash.interchange import convert
 Values = dict[str, Any]
 Weights = dict[str, Tensor]
 
-pytestmark = pytest.mark.xdist_group("trained_run")  # one worker: its fixture of the session takes long
-
 
 @pytest.fixture(autouse=True)
 def one_load_a_target(monkeypatch: pytest.MonkeyPatch) -> None:

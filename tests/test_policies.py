@@ -12,8 +12,6 @@ from dflash import checkpoint
 from dflash.fx import seams
 from dflash.trainer import train
 
-pytestmark = pytest.mark.xdist_group("policies")  # one worker: its fixtures of the module take long
-
 PROTECTED = ("prewarm", "isolate", "lock", "force")
 
 

@@ -21,8 +21,6 @@ from regression.measurement import Measurement, measure
 from regression.spec import RunSpec, topology, visible_gpus, workers, workload
 from regression.store import Store
 
-pytestmark = pytest.mark.xdist_group("regression_measurement")  # one worker: its fixtures of the module take long
-
 SPEC = workload(0, segments=2, segment_seconds=1.0)
 CPU_CONTROLS = {"python_loop_million_per_second", "numpy_matmul_gflops", "numpy_copy_gb_per_second"}
 

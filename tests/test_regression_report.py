@@ -26,8 +26,6 @@ from regression.store import Store
 from regression.verdict import Kind
 from regression.watch import Night, replay
 
-pytestmark = pytest.mark.xdist_group("regression_report")  # one worker: its fixtures of the module take long
-
 NOW = START + timedelta(days=NIGHTS)
 TONIGHT = one(GPU, NIGHTS - 1)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -18,8 +18,6 @@ import pytest
 from diagnostics.stress.scheduler import Choose, Run, Scheduler
 from diagnostics.stress.strategies import PCT, Explicit, Random, check_schedule, pct_bound, schedules
 
-pytestmark = pytest.mark.xdist_group("schedule")  # one worker: its fixtures of the module take long
-
 ROOT = Path(__file__).parent.parent
 STRATEGIES: list[Callable[[int], Choose]] = [
     lambda seed: Random(str(seed)),

@@ -24,8 +24,6 @@ from diagnostics.stress.replay import Job, Outcome, Server
 from diagnostics.stress.scenarios import SCENARIOS
 from diagnostics.stress.workers import ThreadWorker, park
 
-pytestmark = pytest.mark.xdist_group("selftest")  # one worker: its fixtures of the module take long
-
 ROOT = Path(__file__).parent.parent
 
 # A part of the evidence of each recipe, so that a recipe that happens for another reason is noticed.

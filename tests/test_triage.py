@@ -27,7 +27,6 @@ from diagnostics.logs.search import LogSearch
 
 pytestmark = [
     pytest.mark.timeout(120),  # for failures: the wait for the deadlock has no end of its own
-    pytest.mark.xdist_group("triage"),  # one worker: its fixtures of the module take long
 ]
 PROGRAMS = Path(__file__).parent / "programs"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
