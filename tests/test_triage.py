@@ -25,9 +25,7 @@ from diagnostics.logs.kinds import UNKNOWN
 from diagnostics.logs.recognise import KINDS, gated, of_line
 from diagnostics.logs.search import LogSearch
 
-pytestmark = [
-    pytest.mark.timeout(120),  # for failures: the wait for the deadlock has no end of its own
-]
+pytestmark = pytest.mark.timeout(120)  # for failures: the wait for the deadlock has no end of its own
 PROGRAMS = Path(__file__).parent / "programs"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 CRASHES = ("race", "foreign_module", "limit", "flex", "nan", "missing", "chain", "full", "leak", "ranks")
