@@ -72,11 +72,17 @@ def test_the_end_of_one_thread_s_trace_leaves_the_other_s_listened_to() -> None:
 
 
 @pytest.mark.usefixtures("log")
-def test_a_new_probe_listens_until_a_sample_says_that_the_flag_is_clear() -> None:
-    answers = {ask() for _ in range(CALLS_BETWEEN_SAMPLES - 1)}
-    assert (answers, listens()) == ({False}, True)
-    ask()
+def test_a_new_probe_does_not_listen() -> None:
     assert not listens()
+
+
+def test_a_probe_attached_during_a_trace_listens_until_a_sample_finds_nothing_left_of_it() -> None:
+    with contextlib.ExitStack() as stack:
+        trace(lambda: stack.enter_context(FlagProbe(Log()).attached()))
+        answers = {ask() for _ in range(CALLS_BETWEEN_SAMPLES - 1)}
+        assert (answers, listens()) == ({False}, True)
+        ask()
+        assert not listens()
 
 
 @pytest.mark.skipif(
@@ -100,16 +106,24 @@ def test_a_trace_that_ends_after_the_probe_came_off_changes_nothing() -> None:
     assert not listens()
 
 
-@pytest.mark.parametrize("traced_before", [True, False])
 @pytest.mark.parametrize("traced_inside", [True, False])
-def test_isolation_comes_and_goes_while_it_listens_or_not(log: Log, *, traced_before: bool, traced_inside: bool) -> None:
-    if traced_before:
-        trace()
-    assert listens() is not traced_before
+def test_isolation_comes_and_goes_while_the_probe_does_not_listen(log: Log, *, traced_inside: bool) -> None:
     with dflash.fx.isolated():
-        isolated = FLAG_CHECK._copy.__code__  # type: ignore[union-attr]  # attached
         if traced_inside:
             trace()
-            assert CHECK.__code__ is isolated
-    assert listens() is not (traced_before or traced_inside)
+        assert CHECK.__code__ is FLAG_CHECK._copy.__code__  # type: ignore[union-attr]  # attached
+    assert not listens()
     assert log.observations() == ()
+
+
+def test_isolation_comes_and_goes_while_the_probe_listens() -> None:
+    log = Log()
+    with contextlib.ExitStack() as stack:
+        trace(lambda: stack.enter_context(FlagProbe(log).attached()))
+        with dflash.fx.isolated():
+            assert listens()
+            assert not ask()
+        assert listens()
+        stack.close()
+    assert CHECK.__code__ is TORCHS_CODE
+    assert not any("replaced" in seen.name for seen in log.observations())

@@ -5,8 +5,8 @@ it is per thread, and a call can only meet its own. The shared state is read whe
 the probe comes off.
 
 Compiled calls are listened to while a trace is in progress or a flag is left set; at other times none can meet a flag, and
-torch's own code answers, so that they cost nothing more. A probe that has just been attached listens to ten thousand calls
-first, because it does not know of traces that began before it.
+torch's own code answers, so that they cost nothing more. A probe that is attached while a trace is in progress, of which it
+does not hear the end, listens until one call in ten thousand finds nothing left of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FlagProbe(Probe):
         self._traces = Traces(log.not_observed, on_start=self._started, on_end=self._ended)
         self._since_quiet: dict[str, str] = {}  # threads that traced since the last quiet moment, and from which line
         self._known: set[str] = set()
-        self._left_set: set[int] = set()  # threads that found their flag set when no trace was in progress; 0: the process's flag
+        self._left_set: set[int] = set()  # threads that found their flag or patches when no trace was known; 0: the process's
         self._is_over = False
 
     @contextlib.contextmanager
@@ -45,6 +45,7 @@ class FlagProbe(Probe):
         for sentence in self._known:
             self._log.not_observed(f"before the probes were attached: {sentence}")
         with patch.FLAG_CHECK.subscribed_to_answers(self._asked, self._log.not_observed), self._traces.watched():
+            self._traces.when_quiet(self._look)
             yield
             self._traces.when_quiet(self._look)
             with self._traces.standing_still():
@@ -67,7 +68,8 @@ class FlagProbe(Probe):
         # Another thread may be compiling: that is no leak, and no moment to judge the compiling flag.
         state = dataclasses.replace(seams.tracing_state(), compiling=None)
         whose = threading.get_ident() if state.flag_scope == "thread" else 0
-        (self._left_set.discard if state.flag is False else self._left_set.add)(whose)
+        is_clear = state.flag is False and not state.patched_methods and not state.patcher
+        (self._left_set.discard if is_clear else self._left_set.add)(whose)
         self._listen(on=bool(self._left_set))
         for sentence in seams.leaks(state):
             if sentence not in self._known:
