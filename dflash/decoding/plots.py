@@ -12,6 +12,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 640, 360
+MOST_LEVELS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 150, 36, 48
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93", "#444444")  # told apart by their dashes, too
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 4", "12 4")
@@ -43,7 +44,7 @@ def acceptance_svg(summary: dict[str, Any]) -> str:
     ]
     positions = max((len(part["acceptance_per_position"]) for _, part in _parts(summary)), default=0)
     ticks = [(float(k), str(k)) for k in range(1, positions + 1)]
-    return _chart("P(position accepted | those before accepted)", "draft position", lines, ticks, (0.0, 1.0))
+    return _chart("P(position accepted | those before accepted)", "draft position", lines, ticks, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
 
 
 def budget_svg(summary: dict[str, Any]) -> str:
@@ -54,18 +55,20 @@ def budget_svg(summary: dict[str, Any]) -> str:
     lines = [Line("trees", points)]
     if summary["tau"] is not None and ticks:
         lines.append(Line("chain", [Point(ticks[0][0], summary["tau"]), Point(ticks[-1][0], summary["tau"])]))
-    return _chart("acceptance length τ", "tree budget (nodes)", lines, ticks, (1.0, float(summary["block_size"])))
+    block_size = summary["block_size"]
+    whole = range(block_size, 0, -math.ceil(block_size / MOST_LEVELS))
+    return _chart(
+        "acceptance length τ", "tree budget (nodes)", lines, ticks, [1.0, *(float(n) for n in reversed(whole) if n > 1)]
+    )
 
 
 def _parts(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [("chain", summary), *((f"tree of {part['budget']}", part) for part in summary["trees"])]
 
 
-def _chart(
-    title: str, x_label: str, lines: Sequence[Line], ticks: Sequence[tuple[float, str]], limits: tuple[float, float]
-) -> str:
+def _chart(title: str, x_label: str, lines: Sequence[Line], ticks: Sequence[tuple[float, str]], levels: Sequence[float]) -> str:
     first, last = (ticks[0][0], ticks[-1][0]) if ticks else (0.0, 1.0)
-    low, high = limits
+    low, high = levels[0], levels[-1]
 
     def x(value: float) -> float:
         share = (value - first) / (last - first) if last > first else 0.5
@@ -78,8 +81,7 @@ def _chart(
         f'<text x="{_LEFT}" y="20" font-size="14">{escape(title)}</text>',
         f'<text x="{(_LEFT + WIDTH - _RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{escape(x_label)}</text>',
     ]
-    for share in range(6):
-        value = low + (high - low) * share / 5
+    for value in levels:
         parts.append(f'<path stroke="#ddd" d="M{_LEFT} {y(value):.1f}H{WIDTH - _RIGHT}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>')
     parts += [
