@@ -17,7 +17,6 @@ remains visible: the observed function stands twice in a stack trace, once at it
 from __future__ import annotations
 
 import abc
-import ast
 import contextlib
 import functools
 import importlib
@@ -29,6 +28,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from diagnostics.code_like import code_like
 from diagnostics.imports import exists, when_imported
 
 Finish = Callable[[Any, BaseException | None], None]  # called with the result, or None and the exception
@@ -227,7 +227,7 @@ class Check(Function):
     def _observing(self) -> types.CodeType:
         assert self._copy is not None
         sample = itertools.cycle([False] * (CALLS_BETWEEN_SAMPLES - 1) + [True]).__next__
-        return _code(
+        return code_like(
             _CHECKING,
             self._copy.__code__,
             cells=self._copy.__code__.co_freevars,
@@ -387,34 +387,7 @@ return answer
 
 
 def _observing(like: types.CodeType, cells: tuple[str, ...], **objects: Any) -> types.CodeType:
-    return _code(_OBSERVING, like, cells=cells, end=_end, everything=BaseException, **objects)
-
-
-def _code(body: str, like: types.CodeType, *, cells: tuple[str, ...] = (), **objects: Any) -> types.CodeType:
-    """Code with `objects` as constants, that stands in stack traces, and for Dynamo, where `like` stands, at its first line.
-
-    Constants, because a name would be looked up in torch's globals, or imported by a program that has a module of our name.
-    """
-    parameters = "*arguments, **keywords" if "arguments" in body else ""
-    lines = [f"{name} = '<{name}>'" for name in objects] + body.splitlines()
-    source = "def make():\n" + "".join(f" {cell} = None\n" for cell in cells)  # code fits a function with as many cells only
-    source += f" def call({parameters}):\n" + "".join(f"  {line}\n" for line in (*cells, *lines)) + " return call"
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.stmt | ast.expr | ast.excepthandler | ast.arg):
-            node.lineno = node.end_lineno = 1
-            node.col_offset = node.end_col_offset = -1  # no column: nothing is underlined
-    namespace: dict[str, Any] = {}
-    exec(compile(tree, "<probe>", "exec"), namespace)  # noqa: S102 - a template of this file
-    code: types.CodeType = namespace["make"]().__code__
-    named = {f"<{name}>": value for name, value in objects.items()}
-    return code.replace(
-        co_consts=tuple(named.get(value, value) if isinstance(value, str) else value for value in code.co_consts),
-        co_filename=like.co_filename,
-        co_name=like.co_name,
-        co_qualname=like.co_qualname,
-        co_firstlineno=like.co_firstlineno,
-    )
+    return code_like(_OBSERVING, like, cells=cells, end=_end, everything=BaseException, **objects)
 
 
 TRACE = Function("torch.fx._symbolic_trace", "Tracer.trace", ("self", "root"))

@@ -13,7 +13,6 @@ from torch import nn
 from torch.fx import _symbolic_trace as symbolic_trace
 
 import dflash.fx
-from dflash.fx import seams
 from diagnostics.patch import CALLS_BETWEEN_SAMPLES, FLAG_CHECK
 from diagnostics.probes.flag import FlagProbe
 from diagnostics.records import Log
@@ -85,14 +84,13 @@ def test_a_probe_attached_during_a_trace_listens_until_a_sample_finds_nothing_le
         assert not listens()
 
 
-@pytest.mark.skipif(
-    seams.tracing_state().flag_scope != "process", reason="the flag of this torch is no global that can be left set"
-)
 def test_a_flag_left_set_is_listened_to_until_it_is_cleared(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symbolic_trace, "_is_fx_tracing_flag", True)
+    holder, flag = getattr(symbolic_trace, "_is_fx_tracing_tls", symbolic_trace), "_is_fx_tracing_flag"
+    flag = flag if holder is symbolic_trace else "flag"  # of the thread
+    monkeypatch.setattr(holder, flag, True, raising=False)
     trace()
     assert listens()
-    monkeypatch.setattr(symbolic_trace, "_is_fx_tracing_flag", False)
+    monkeypatch.setattr(holder, flag, False)
     trace()
     assert not listens()
     assert [seen.kind for seen in log.observations()] == ["leak"]

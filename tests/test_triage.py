@@ -67,7 +67,7 @@ LINES = {  # words as the software prints them, and the kind
     "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory": "checkpoint-damaged",
     "Fatal Python error: Segmentation fault": "segfault",
     "step 12 loss: nan grad_norm: 0.3": "nan",
-    "FileNotFoundError: [Errno 2] No such file or directory: '/root/.triton/cache/ab/k.json.tmp.pid_1'": "cache-race",
+    "FileNotFoundError: [Errno 2] No such file or directory: '/home/user/.triton/cache/ab/k.json.tmp.pid_1'": "cache-race",
     "OSError: [Errno 116] Stale file handle: '/tmp/torchinductor_root/iq/c.py'": "cache-race",
     "torch._dynamo.exc.FailOnRecompileLimitHit: Hard failure due to fullgraph=True": "F7-hit",
     "ValueError: Pointer argument (at 2) cannot be accessed from Triton (cpu tensor?)": "triton-pointer",
