@@ -20,14 +20,15 @@ import torch
 
 from dflash import checkpoint, device_time, events, measuring, telemetry
 from dflash.assembly import Parts, build
-from dflash.batch import LossSums, PackedBatch, StepStats, TargetStates
+from dflash.batch import BatchSummary, LossSums, StepStats, TargetStates
 from dflash.checkpoint import CheckpointError, TrainState
 from dflash.compile_cache import CompileCache
 from dflash.compile_policy import CompilePolicy
 from dflash.config import RunConfig, Topology, to_dict
 from dflash.engine.devices import Placement, place
+from dflash.engine.loops import WorkerTimes
 from dflash.engine.queue import OrderedQueue
-from dflash.engine.threads import ThreadsRun, WorkerTimes, run_threads
+from dflash.engine.threads import ThreadsRun, run_threads
 from dflash.flat import FlatAdamW
 from dflash.fx import seams
 from dflash.live_acceptance import LiveAcceptance
@@ -314,7 +315,7 @@ def step_stats(
     learning_rate: float = 0.0,
     *,
     seconds: float = 0.0,
-    batches: tuple[PackedBatch, ...] = (),
+    batches: tuple[BatchSummary, ...] = (),
 ) -> StepStats:
     """Sums as plain numbers: divided once, here, over all drafters and micro-batches. `step` counts from 0."""
     weight, blocks = float(sums.weight), float(sums.blocks)
