@@ -79,11 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exception(failure.__cause__ or failure, file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
         return 1
-    print(json.dumps(events.finite(result)), flush=True)
-    return _exit_code(result)
+    if result is not None:  # None: one of several processes, and not the one that reports
+        print(json.dumps(events.finite(result)), flush=True)
+    return _exit_code(result or {})
 
 
-def train_command(arguments: list[str]) -> dict[str, Any]:
+def train_command(arguments: list[str]) -> dict[str, Any] | None:
     """`train`: the preset's fields are the defaults of the flags."""
     from dflash.trainer import train  # noqa: PLC0415 - torch and transformers take seconds; --help should not
 
@@ -136,7 +137,7 @@ def import_command(arguments: list[str]) -> dict[str, Any]:
     return convert(config.source, config.out, target)
 
 
-COMMANDS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
+COMMANDS: dict[str, Callable[[list[str]], dict[str, Any] | None]] = {
     "prepare": prepare_command,
     "train": train_command,
     "evaluate": evaluate_command,

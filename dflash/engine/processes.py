@@ -34,6 +34,7 @@ from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes,
 from dflash.engine.roles import Roles
 from dflash.engine.transport import ReceivingQueue, SendingQueue
 from dflash.engine.watch import Peer, PeerLost, Watch
+from dflash.stopping import Stop, stop_on_signals
 
 GROUP_SECONDS = 7 * 24 * 3600.0  # the watch ends what hangs; torch's own limit must not end what is slow
 
@@ -48,6 +49,7 @@ class Ranks:
     roles: Roles
     device: torch.device
     doing: Doing
+    stop: Stop  # asked to by a signal
     agreement: Agreement
     control: Any
     data: Any
@@ -110,7 +112,7 @@ class Ranks:
         """[count, n] of each drafter as [M, count, n] on every drafter."""
         result = rows.new_empty((len(self.roles.drafters), *rows.shape))
         with _talking():
-            dist.all_gather_into_tensor(result.flatten(0, 1), rows, group=self.drafters)
+            dist.all_gather(list(result.unbind(0)), rows, group=self.drafters)
         return result
 
     def sum_over_drafters(self, tensor: Tensor) -> None:
@@ -207,22 +209,24 @@ def joined(config: RunConfig, facts: dict[str, Any]) -> Iterator[Ranks]:
     doing = Doing()
     seconds = config.engine_timeout_seconds
     watch = Watch(launch.open_store(), peers, launch.rank, doing, timeout_seconds=seconds, directory=config.output)
-    watch.start()
-    try:
-        with doing.at("slow", "connecting"):
-            ranks = _connect(launch, roles, device, doing, agreement, store)
-        yield ranks
-        with doing.at("waiting", "waiting for all ranks to end"), _talking():
-            dist.barrier(group=ranks.control)
-        watch.stop()
-        dist.destroy_process_group()
-    except Silent:
-        raise
-    except BaseException as error:  # noqa: BLE001 - every failure is told to the other ranks, and ends the process
-        code = watch.failed(error).code
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(int(code or 1))  # process groups with open transfers can hang when they are torn down
+    with stop_on_signals() as stop:
+        watch.start()
+        try:
+            with doing.at("slow", "connecting"):
+                ranks = _connect(launch, roles, device, doing, agreement, store, stop)
+            yield ranks
+            with doing.at("waiting", "waiting for all ranks to end"), _talking():
+                dist.barrier(group=ranks.control)
+            watch.stop()
+            dist.destroy_process_group()
+        except Silent:
+            raise
+        except BaseException as error:  # noqa: BLE001 - every failure is told to the other ranks, and ends the process
+            stop.stepping = True  # torchrun's SIGTERM must not cut the telling short
+            code = watch.failed(error).code
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(code or 1))  # process groups with open transfers can hang when they are torn down
 
 
 def _start(
@@ -253,7 +257,9 @@ def _device(config: RunConfig, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def _connect(launch: Launch, roles: Roles, device: torch.device, doing: Doing, agreement: Agreement, store: Store) -> Ranks:
+def _connect(
+    launch: Launch, roles: Roles, device: torch.device, doing: Doing, agreement: Agreement, store: Store, stop: Stop
+) -> Ranks:
     limit = timedelta(seconds=GROUP_SECONDS)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -266,6 +272,7 @@ def _connect(launch: Launch, roles: Roles, device: torch.device, doing: Doing, a
         roles=roles,
         device=device,
         doing=doing,
+        stop=stop,
         agreement=agreement,
         control=dist.group.WORLD,
         data=dist.new_group(backend=fast, timeout=limit),

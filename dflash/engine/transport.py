@@ -66,8 +66,11 @@ class StatesShape:
 class Wire(Protocol):
     """What transport needs of the process groups. Every call raises PeerLost where a connection breaks."""
 
-    rank: int
     device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
 
     def send_control(self, values: list[int], to: int, tag: int) -> Callable[[], None]:
         """Begin to send integers; the result waits for the end."""

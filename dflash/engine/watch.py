@@ -88,6 +88,7 @@ class Watch:
         """End without a failure."""
         self._stopped.set()
         self._thread.join()
+        self._store.set(f"left/{self._me.rank}", "1")
 
     def failed(self, error: BaseException) -> Silent:
         """What the main thread shall raise after `error`, once the failure has been told. Returns after at most some seconds."""
@@ -181,8 +182,8 @@ class Watch:
                 self._record(peer.rank, "has died", hangs=False)
 
     def _record(self, rank: int | None, what: str, *, hangs: bool) -> bool:
-        """Put a failure on the store; returns whether it is the first. Ranks that leave because of bad input are none."""
-        if self._store.check(["told"]):
+        """Put a failure on the store; returns whether it is the first. To leave at the end, or after bad input, is none."""
+        if self._store.check(["told"]) or self._store.check([f"left/{rank}"]):
             return False
         text = what
         if rank is not None:
