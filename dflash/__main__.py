@@ -86,9 +86,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train_command(arguments: list[str]) -> dict[str, Any] | None:
     """`train`: the preset's fields are the defaults of the flags."""
-    from dflash.trainer import train  # noqa: PLC0415 - torch and transformers take seconds; --help should not
+    config = tyro.cli(RunConfig, prog="python -m dflash train", default=_preset_of(arguments), args=arguments)
+    if config.engine == "processes":
+        from dflash.engine.processes import joined  # noqa: PLC0415 - torch and transformers take seconds; --help should not
 
-    return train(tyro.cli(RunConfig, prog="python -m dflash train", default=_preset_of(arguments), args=arguments))
+        with joined(config) as ranks:  # before the long imports: what is wrong with the start is said at once
+            from dflash.trainer import train_rank  # noqa: PLC0415 - see above
+
+            return train_rank(config, ranks)
+    from dflash.trainer import train  # noqa: PLC0415 - see above
+
+    return train(config)
 
 
 def prepare_command(arguments: list[str]) -> dict[str, Any]:

@@ -9,19 +9,17 @@ checkpoint it is verified that the weights are still the same.
 from __future__ import annotations
 
 import dataclasses
-import platform
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from dflash.assembly import Parts
 from dflash.batch import LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
-from dflash.config import RunConfig, Topology, to_dict
+from dflash.config import RunConfig, Topology
 from dflash.engine.devices import Placement
 from dflash.engine.loops import WorkerTimes
 from dflash.engine.processes import DrafterRun, Ranks
@@ -29,15 +27,9 @@ from dflash.engine.queue import QueueStats
 from dflash.engine.transport import ReceivingQueue, SendingQueue, StatesShape, checksum, receive_states, send_states
 from dflash.exchange import ProcessReport, report
 from dflash.modeling.tree_estimate import DraftCounts
-from dflash.worker import Contribution
+from dflash.worker import Contribution, DrafterModelWorker, NonFiniteError
 
 _SUMS = tuple(field.name for field in dataclasses.fields(LossSums))
-
-
-def facts(config: RunConfig) -> dict[str, Any]:
-    """What must be equal on all ranks."""
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
-    return {"versions": versions, "config": to_dict(config)}
 
 
 def placement_of(ranks: Ranks) -> Placement:
@@ -159,7 +151,7 @@ class RanksEngine:
             finish_step=finish_step,
         )
         with self._policy.in_worker():
-            self._ranks.run_drafter(run, self._drafter)
+            self._ranks.run_drafter(run, _Blaming(self._drafter, self._ranks))
 
     def times(self) -> Sequence[WorkerTimes]:
         """See `dflash.exchange.Engine`."""
@@ -213,6 +205,21 @@ class RanksEngine:
             sums = _sums(row[size:], width)
             parts.append(Contribution(first_index=number, gradients=row[:size], sums=sums, batches=remark[1], drafts=remark[2]))
         return parts
+
+
+class _Blaming:
+    """A drafter that says whose states were not finite."""
+
+    def __init__(self, drafter: DrafterModelWorker, ranks: Ranks) -> None:
+        self.device = drafter.device
+        self._drafter, self._ranks = drafter, ranks
+
+    def accumulate(self, states: TargetStates) -> None:
+        try:
+            self._drafter.accumulate(states)
+        except NonFiniteError as error:
+            rank = self._ranks.roles.target_of(states.batch.index)
+            raise NonFiniteError(f"{error}. Its target states are from rank {rank} ({self._ranks.roles.worker(rank)})") from error
 
 
 def _vector(sums: LossSums) -> Tensor:

@@ -31,7 +31,7 @@ from dflash.exchange import Engine, ThreadsEngine, report
 from dflash.flat import FlatAdamW
 from dflash.fx import seams
 from dflash.live_acceptance import LiveAcceptance
-from dflash.ranks import RanksEngine, facts, placement_of, serve
+from dflash.ranks import RanksEngine, placement_of, serve
 from dflash.stopping import Stop, stop_on_signals
 from dflash.worker import Contribution, NonFiniteError, add_sums, sum_gradients
 
@@ -48,8 +48,8 @@ def train(config: RunConfig) -> dict[str, Any] | None:
         Silent: a process that another one has spoken for ends.
     """
     if config.engine == "processes":
-        with joined(config, facts(config)) as ranks:
-            return _train_rank(config, ranks)
+        with joined(config) as ranks:
+            return train_rank(config, ranks)
     placement = place(config)
     resumed = _saved_state(config)
     config.output.mkdir(parents=True, exist_ok=True)
@@ -60,8 +60,8 @@ def train(config: RunConfig) -> dict[str, Any] | None:
         return _train(Trainer(config, parts, policy, stop, engine), resumed, measured)
 
 
-def _train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
-    """One worker of its own process."""
+def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
+    """The training of one rank, which has joined the others."""
     if ranks.launch.restart:
         config = _restarted(config)
         if (finished := _finished(config)) is not None:

@@ -14,7 +14,9 @@ parallel targets: a target fits on one device.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,8 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from dflash import events
-from dflash.config import ConfigError, RunConfig, Topology
-from dflash.device import require_gpus
+from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.engine.launch import Agreement, Launch, Silent, differences, host
 from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
 from dflash.engine.roles import Roles
@@ -196,16 +197,16 @@ class DrafterRun:
 
 
 @contextlib.contextmanager
-def joined(config: RunConfig, facts: dict[str, Any]) -> Iterator[Ranks]:
+def joined(config: RunConfig) -> Iterator[Ranks]:
     """Be one rank of a run for the length of the block.
 
-    `facts` must be equal on all ranks. Raises ConfigError where torchrun's variables are missing, and Silent (a SystemExit)
-    where this or another rank cannot start (2) or failed (1), after one of them has said why.
+    Configuration and versions must be equal on all ranks. Raises ConfigError where torchrun's variables are missing, and Silent
+    (a SystemExit) where this or another rank cannot start (2) or failed (1), after one of them has said why.
     """
     launch = Launch.read()
     store = launch.open_store()
     agreement = Agreement(store, launch)
-    roles, device, peers = _start(config, launch, agreement, facts)
+    roles, device, peers = _start(config, launch, agreement)
     doing = Doing()
     seconds = config.engine_timeout_seconds
     watch = Watch(launch.open_store(), peers, launch.rank, doing, timeout_seconds=seconds, directory=config.output)
@@ -229,16 +230,14 @@ def joined(config: RunConfig, facts: dict[str, Any]) -> Iterator[Ranks]:
             os._exit(int(code or 1))  # process groups with open transfers can hang when they are torn down
 
 
-def _start(
-    config: RunConfig, launch: Launch, agreement: Agreement, facts: dict[str, Any]
-) -> tuple[Roles, torch.device, list[Peer]]:
+def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Roles, torch.device, list[Peer]]:
     """What can be said before connecting: all ranks are of one kind, as many as workers, and have their devices."""
     error = None
     try:
         device = _device(config, launch)
     except ConfigError as found:
         error, device = str(found), torch.device("cpu")
-    said = agreement.everyone("start", {"node": launch.node, "host": host(), "pid": os.getpid(), "facts": facts}, error)
+    said = agreement.everyone("start", {"node": launch.node, "host": host(), "pid": os.getpid(), "facts": _facts(config)}, error)
     different = differences([one["facts"] for one in said])
     if different:
         agreement.end(0, different)
@@ -250,10 +249,22 @@ def _start(
     return roles, device, peers
 
 
+def _facts(config: RunConfig) -> dict[str, Any]:
+    """What must be equal on all ranks."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
+    return {"versions": versions | {"python": platform.python_version()}, "config": to_dict(config)}
+
+
 def _device(config: RunConfig, launch: Launch) -> torch.device:
     if config.devices == "cpu":
         return torch.device("cpu")
-    require_gpus(launch.local_world_size, f"a node with {launch.local_world_size} processes of --engine processes")
+    found, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    if found < launch.local_world_size:
+        raise ConfigError(
+            f"--engine processes needs a GPU for each of the {launch.local_world_size} processes of this machine, rank "
+            f"{launch.rank} on {host()} found {found} (CUDA_VISIBLE_DEVICES {visible}): "
+            f"start fewer (--nproc-per-node), or use --devices cpu"
+        )
     return torch.device("cuda", launch.local_rank)
 
 

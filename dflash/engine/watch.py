@@ -46,7 +46,8 @@ class PeerLost(RuntimeError):
     """The connection to another rank broke; `rank` is None where a collective does not say which."""
 
     def __init__(self, rank: int | None, error: BaseException) -> None:
-        super().__init__(f"lost the connection to {'another rank' if rank is None else f'rank {rank}'}: {error}")
+        reason = str(error).rpartition("] ")[2].partition(". ")[0].partition("\n")[0]  # Gloo adds places in its source and advice
+        super().__init__(f"lost the connection to {'another rank' if rank is None else f'rank {rank}'}: {reason or error!r}")
         self.rank = rank
 
 
@@ -118,8 +119,9 @@ class Watch:
                 sys.stderr.write(f"error: {self._me}: {failure['text']}\n")
             if failure is not None and not self._stopped.is_set():
                 self._end(failure)
-                self._main_leaves.wait(LEAVE_SECONDS)
-                time.sleep(LEAVE_SECONDS)  # not to win a race: the main thread may hang in what has failed
+                if self._main_leaves.wait(LEAVE_SECONDS):
+                    threading.Event().wait(LEAVE_SECONDS)
+                sys.stderr.flush()
                 os._exit(1)
 
     def _beat(self) -> None:
@@ -186,9 +188,14 @@ class Watch:
         if self._store.check(["told"]) or self._store.check([f"left/{rank}"]):
             return False
         text = what
-        if rank is not None:
-            was_at = self._doing.text if rank == self._me.rank else (self._beat_of(rank) or {"text": "nothing known"})["text"]
-            text = f"{self._peers[rank]} {what}; it was at: {was_at}"
+        if rank == self._me.rank:
+            text = f"{self._me} {what}; it was at: {self._doing.text}"
+        elif rank is not None:
+            beat = self._beat_of(rank) or {"text": "nothing known"}
+            text = (
+                f"{self._peers[rank]} {what}; at its last sign of life it was at: {beat['text']}; "
+                f"rank {self._me.rank} ({self._me.worker}), which noticed it, was at: {self._doing.text}"
+            )
         failure = json.dumps({"rank": rank, "text": text, "by": self._me.rank, "hangs": hangs})
         return bool(self._store.compare_set("failure", "", failure).decode() == failure)
 
@@ -222,7 +229,7 @@ class Watch:
         self._store.wait([f"dumped/{host}"], timedelta(seconds=2 * stacks.DUMP_SECONDS))
         if failure["by"] == self._me.rank:
             sys.stderr.write(
-                f"error: {failure['text']}. Stacks of the ranks of each machine are in {self._directory}. Checkpoints that were "
+                f"error: {failure['text']}. Stacks of all ranks: {self._directory}/stacks-HOST.txt. Checkpoints that were "
                 f"saved are whole: torchrun --max-restarts starts again from the last one, and so does --resume\n"
             )
             sys.stderr.flush()
