@@ -126,6 +126,20 @@ class Agreement:
         raise Silent(2)
 
 
+def told_by_rank_0() -> bool:
+    """Whether rank 0 has told what is wrong with the command line: waits for it; on rank 0, lets the others know."""
+    launch = Launch.read()
+    store = launch.open_store()
+    if launch.rank == 0:
+        store.set("told", "1")
+        return True
+    try:
+        store.wait(["told"], timedelta(seconds=TOLD_SECONDS))
+    except RuntimeError:
+        return False
+    return True
+
+
 def differences(facts: Sequence[Mapping[str, Any]], shown: int = 5) -> str | None:
     """In which values ranks differ from rank 0, as a sentence; None where they do not."""
     flat = [dict(_flatten(one)) for one in facts]

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 DUMP_SECONDS = 10.0  # for all of them together, they are read at the same time
 
 
@@ -37,6 +39,9 @@ def write_stacks(processes: Mapping[str, int], path: Path) -> None:
 
 def _dump(command: str, pid: int) -> subprocess.Popen[str]:
     arguments = [command, "dump", "--pid", str(pid)]
+    with contextlib.suppress(psutil.Error):
+        if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+            arguments.append("--nonblocking")  # py-spy cannot stop it once more
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

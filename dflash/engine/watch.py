@@ -47,7 +47,7 @@ class PeerLost(RuntimeError):
 
     def __init__(self, rank: int | None, error: BaseException) -> None:
         reason = str(error).rpartition("] ")[2].partition(". ")[0].partition("\n")[0]  # Gloo adds places in its source and advice
-        super().__init__(f"lost the connection to {'another rank' if rank is None else f'rank {rank}'}: {reason or error!r}")
+        super().__init__(f"lost the connection to {'another rank' if rank is None else f'rank {rank}'}: {reason or error}")
         self.rank = rank
 
 

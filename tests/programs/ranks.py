@@ -1,9 +1,10 @@
 """Run trainings in processes under torchrun's own agent, with planted faults: `python tests/programs/ranks.py SCENARIO.json...`.
 
 The agent forks its ranks from this process, which has imported everything: a start takes a second instead of ten. A scenario is
-JSON: `arguments` of `python -m dflash train`, `of_rank` more of them for single ranks, `ranks`, `restarts`, `logs` (a directory) and
-`faults`. A fault is planted in one worker, in one life of the run: {"life": 0, "worker": "target-0", "number": 9, "do": "kill"}.
-Prints one JSON line a scenario: exit codes, and the processes that were left.
+JSON: `arguments` of `python -m dflash train`, `of_rank` more of them for single ranks, `ranks`, `restarts`, `logs` (a
+directory), `without_anchors` (numbers of micro-batches that lose all of theirs) and `faults`. A fault is planted in one worker,
+in one life of the run: {"life": 0, "worker": "target-0", "number": 9, "do": "kill"}. Prints one JSON line a scenario: exit
+codes, and the processes that were left.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from helpers_training import without_anchors
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -24,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import dflash.trainer  # noqa: F401 - imported before the fork
 from dflash import checkpoint
 from dflash.__main__ import main
+from dflash.data.packing import PackedStream
 from dflash.worker import DrafterModelWorker, TargetModelWorker
 
 
@@ -32,8 +35,7 @@ def rank_main(scenario: dict[str, Any]) -> None:
     for fault in scenario.get("faults", ()):
         if fault["life"] == life:
             plant(fault, rank)
-    for name in scenario.get("without", ()):
-        del os.environ[name]
+    PackedStream.batch = without_anchors(PackedStream.batch, scenario.get("without_anchors", ()))
     sys.exit(main(["train", *scenario["arguments"], *scenario.get("of_rank", {}).get(str(rank), ())]))
 
 
@@ -75,13 +77,8 @@ def act(what: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif what == "hang":
-        while True:
-            time.sleep(1)
-    elif what == "slow":
-        time.sleep(0.3)
-    elif what == "end":  # what a scheduler does to torchrun and all it started
-        os.kill(os.getppid(), signal.SIGTERM)
+    elif what == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
     else:
         raise ValueError(f"no fault {what!r}")
 
@@ -110,4 +107,5 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print(json.dumps(run(json.loads(Path(name).read_text()))), flush=True)
+        sys.stdout.write(json.dumps(run(json.loads(Path(name).read_text()))) + "\n")
+        sys.stdout.flush()
