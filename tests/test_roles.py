@@ -21,6 +21,7 @@ def test_every_rank_is_one_worker_and_rank_0_leads(targets: int, drafters: int, 
 def test_drafters_take_turns_and_no_number_is_lost(targets: int, drafters: int, first: int) -> None:
     roles = Roles.assign(Topology(targets, drafters), (0,) * (targets + drafters))
     end = first + 7 * targets * drafters
+    assert all(roles.target_of(n) == roles.target_of(n + roles.period) for n in range(first, end))
     theirs = {rank: roles.numbers_of_drafter(rank, first, end) for rank in roles.drafters}
     assert sorted(n for numbers in theirs.values() for n in numbers) == list(range(first, end))
     assert all(roles.drafter_of(n) == rank for rank, numbers in theirs.items() for n in numbers)

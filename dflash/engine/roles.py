@@ -9,6 +9,7 @@ Known limit: because nothing is decided by speed, a slow target slows its group 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -59,6 +60,12 @@ class Roles:
         drafters, targets = self._group(self.drafters[place])
         item = turn * len(drafters) + drafters.index(self.drafters[place])  # counts the micro-batches of the group
         return targets[item % len(targets)]
+
+    @property
+    def period(self) -> int:
+        """After so many micro-batches, ways begin to repeat."""
+        sizes = {len(self._group(drafter)[1]) for drafter in self.drafters}
+        return len(self.drafters) * math.lcm(*sizes)
 
     def numbers_of_drafter(self, rank: int, first: int, end: int) -> range:
         """Its micro-batches among `first` to `end - 1`."""

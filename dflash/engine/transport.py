@@ -137,9 +137,9 @@ class SendingQueue:
     def __init__(self, wire: Wire, roles: Roles, shape: StatesShape, *, first: int, end: int, checksums: bool) -> None:
         self._wire, self._roles, self._shape, self._checksums = wire, roles, shape, checksums
         self._numbers = iter(range(first, end))
+        self._served = {roles.drafter_of(n) for n in range(roles.period) if roles.target_of(n) == wire.rank}
         self._stopped: set[int] = set()
         self._in_flight: deque[tuple[Callable[[], None], TargetStates]] = deque()
-        self._granted: dict[int, Callable[[], list[int]]] = {}
 
     def claim(self) -> int | None:
         """The number of the micro-batch to make, or None at the end, when everything has been sent."""
@@ -153,6 +153,8 @@ class SendingQueue:
             if granted != STOP:
                 raise TransportError(f"rank {drafter} grants micro-batch {granted}, its next one from here is {number}")
             self._stopped.add(drafter)
+            if self._stopped == self._served:
+                break
         while self._in_flight:
             self._in_flight.popleft()[0]()
         return None
@@ -211,7 +213,8 @@ class ReceivingQueue:
         """Take what was granted, stop the targets that wait for a grant, and end the thread."""
         while self._taken < self._granted and self._local.get(before=self._granted) is not None:
             self._taken += 1
-        waiting = {self._roles.target_of(number) for number in self._numbers[self._granted :]}
+        soon = self._numbers[self._granted : self._granted + self._roles.period]  # all targets that have a number to come
+        waiting = {self._roles.target_of(number) for number in soon}
         for target in sorted(waiting):
             self._grants.append(self._wire.send_control([STOP], target, GRANT))
         self._posted.put(None)
