@@ -91,7 +91,7 @@ def scenarios(base: Path) -> dict[str, dict[str, Any]]:
         "whole": one("whole", whole, "--transport.checksums"),
         "killed": one("killed", killed, "--resume", restarts=3, faults=lives, without_anchors=WITHOUT_ANCHORS),
         "stopped": one("stopped", small("stopped"), **fault("target-0", 9, "stop")),
-        "asked": one("asked", small("asked"), "--optim.steps", "10000", **fault("drafter-1", 9, "term")),
+        "asked": one("asked", small("asked"), "--optim.steps", "200", **fault("drafter-1", 9, "term")),
         "nan": one("nan", small("nan"), **fault("target-0", 9, "nan")),
         "flags": one("flags", small("flags"), "--optim.steps", "0"),
         "differs": one("differs", small("differs"), of_rank={"2": ["--seed", "4"]}),
