@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 
 from dflash import checkpoint, events, measuring, telemetry
@@ -66,6 +67,8 @@ def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
         config = _restarted(config)
         if (finished := _finished(config)) is not None:
             return finished if ranks.leads else None
+    if not ranks.leads:
+        transformers.utils.logging.disable_progress_bar()
     placement = placement_of(ranks)
     resumed = ranks.agree("reading the checkpoint", lambda: _saved_state(config), USER_ERRORS)
     first_step = resumed.step if resumed else 0

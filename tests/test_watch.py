@@ -113,6 +113,13 @@ def test_leaving_at_the_end_or_after_bad_input_is_no_failure(bench: Bench, monke
     assert bench.look() is None
 
 
+def test_who_is_interrupted_blames_nobody(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench.watch.failed(KeyboardInterrupt()).code == 130
+    assert capfd.readouterr().err == "error: interrupted; checkpoints that were saved are whole\n"
+    assert bench.store.check(["left/0"])
+    assert not bench.store.check(["failure"])
+
+
 def test_stacks_of_processes_are_written_and_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     stacks.write_stacks({"rank 0": os.getpid(), "rank 1": 2**22 + 1}, tmp_path / "stacks.txt")
     text = (tmp_path / "stacks.txt").read_text()

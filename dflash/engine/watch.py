@@ -106,7 +106,11 @@ class Watch:
         failure = self._failure()
         if failure is not None:
             self._end(failure)
-        return Silent(130 if failure is None else 1)
+            return Silent(1)
+        self._store.set(f"left/{self._me.rank}", "1")
+        if self._me.rank == 0:
+            sys.stderr.write("error: interrupted; checkpoints that were saved are whole\n")
+        return Silent(130)
 
     def _run(self) -> None:
         interval = min(1.0, self._timeout_seconds / BEATS)
