@@ -22,6 +22,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from diagnostics.environments.differences import compare
 from diagnostics.records import Finding
 from regression import change_points, changes, junit, line, tables
 from regression.decision import judge, outcomes, worst
@@ -240,12 +241,14 @@ def _mib(row: Mapping[str, Any]) -> str:
 
 
 def _changed(last: Measurement | None, tonight: Measurement) -> Table:
-    headers = ("what", "before", "tonight")
+    headers = ("what", "before", "tonight", "changes speed / tracing", "why")
     if last is None:
         return Table(title="Environment", headers=headers, rows=[], empty="There is no earlier valid night to compare with.")
-    found = changes.differences(last.fingerprint, tonight.fingerprint)
-    rows = [(one.name, one.before, one.after) for one in found if not one.name.startswith("git")]
-    return Table(title="Environment", headers=headers, rows=rows, empty="Nothing in the fingerprint changed but the code.")
+    found = compare(last.fingerprint, tonight.fingerprint)
+    rows = [(one.name, one.before, one.after, one.likelihood, one.why) for one in found.differences if not one.is_code]
+    rows += [("not compared", "", "", tables.NONE, sentence) for sentence in found.not_compared]
+    title = "Environment, the most likely cause first"
+    return Table(title=title, headers=headers, rows=rows, empty="Nothing in the fingerprint changed but the code.")
 
 
 def _commands(directory: Path, tonight: Measurement, note: dict[str, Any]) -> list[tuple[str, str]]:

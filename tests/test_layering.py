@@ -19,7 +19,14 @@ TOP_LEVEL = {*PACKAGES, *ROOT_FILES, "tests", ".ci"}
 ARROWS = {
     "dflash": ("dflash",),
     "diagnostics": ("diagnostics", "dflash.fx", "dflash.events"),  # of any program: never the trainer's insides
-    "regression": ("regression", "diagnostics.records", "diagnostics.gpu", "diagnostics.environment", "dflash.config"),
+    "regression": (
+        "regression",
+        "diagnostics.records",
+        "diagnostics.gpu",
+        "diagnostics.environment",
+        "dflash.config",
+        "diagnostics.environments.differences",
+    ),
     "fixtures": ("fixtures", "dflash"),
 }
 
@@ -44,6 +51,7 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     *("diagnostics.records", "diagnostics.catalogue", "diagnostics.findings", "diagnostics.gpu", "diagnostics.report"),
     *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
     *("diagnostics.triage", "diagnostics.timeline", "diagnostics.logs.speed"),
+    *("diagnostics.environment", "diagnostics.environments.differences", "diagnostics.environments.torch_runtime"),
     *("regression.spec", "regression.child", "regression.records", "regression.store", "regression.validity"),
     *("regression.sampler", "regression.interval", "regression.controls", "regression.measurement", "regression.laws"),
     *(
