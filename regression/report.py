@@ -39,6 +39,7 @@ HTML_BYTES = 300_000
 MARKDOWN_BYTES = 1024 * 1024
 _BUDGETS = ((180, 24), (90, 24), (60, 16), (40, 8), (30, 4), (20, 1))  # nights a series, series
 _LISTED_NIGHTS = 10
+_METRIC = r'"measure": .*?"tokens_per_second_per_device": ([0-9.e+]+)'  # in the last line of a measured run
 _TOLD = 10  # records that could not be read
 _LEGEND = (
     (Kind.PASS, "passed"), (Kind.SUSPECT, "suspect"), (Kind.FAIL, "failed"), (Kind.CLEARED, "the machine, says the gate"),
@@ -147,7 +148,7 @@ def build(directory: Path, history: History, tonight: Measurement, *, now: datet
         changed=_changed(last, tonight),
         git_range=git_range,
         commits=commits,
-        commands=_commands(directory, tonight, note),
+        commands=_commands(directory, last, tonight, note),
         alerts=[alert.sentence for alert in missing_nights(by_workload(history), now=now)],
         unread=[*history.unread[:_TOLD], *([f"... and {len(history.unread) - _TOLD} more"] if history.unread[_TOLD:] else [])],
     )
@@ -251,7 +252,7 @@ def _changed(last: Measurement | None, tonight: Measurement) -> Table:
     return Table(title=title, headers=headers, rows=rows, empty="Nothing in the fingerprint changed but the code.")
 
 
-def _commands(directory: Path, tonight: Measurement, note: dict[str, Any]) -> list[tuple[str, str]]:
+def _commands(directory: Path, last: Measurement | None, tonight: Measurement, note: dict[str, Any]) -> list[tuple[str, str]]:
     commit = (tonight.fingerprint.get("git") or {}).get("commit")
     checkout = [("the code", f"git checkout {commit}")] if commit else []
     store = shlex.quote(str(directory / "store"))
@@ -262,7 +263,19 @@ def _commands(directory: Path, tonight: Measurement, note: dict[str, Any]) -> li
         ("this report again", f"python -m regression.report {shlex.quote(str(directory))}"),
         ("accept the present level", accept),
         ("compare with another commit", "python -m regression.ab --baseline COMMIT"),
+        *_bisect(last, tonight, note),
     ]
+
+
+def _bisect(last: Measurement | None, tonight: Measurement, note: dict[str, Any]) -> list[tuple[str, str]]:
+    """The command that finds the commit which made the difference, where there are two commits and a run to repeat."""
+    good, bad = (((one.fingerprint.get("git") or {}).get("commit") if one else None) for one in (last, tonight))
+    run = (note.get("commands") or {}).get("the measured run")
+    if good is None or bad is None or good == bad or run is None:
+        return []
+    fresh = run.replace("runs/measured", '"$(mktemp -d)/run"')
+    bisect = ["python", "-m", "diagnostics.bisect", "--good", good, "--bad", bad, "--metric", _METRIC, "--", "sh", "-c", fresh]
+    return [("which commit it was", shlex.join(bisect))]
 
 
 def _template(name: str) -> jinja2.Template:

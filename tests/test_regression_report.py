@@ -6,6 +6,7 @@ import dataclasses
 import html
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
@@ -226,6 +227,19 @@ def test_the_likeliest_cause_stands_first_and_what_a_night_did_not_record_is_sai
     ]  # fmt: skip
     assert rows[0][3] == "likely / likely"
     assert rows[2][4] == "distributions: recorded after only"
+
+
+def test_the_command_that_finds_the_commit_reads_the_rate_that_is_judged() -> None:
+    before, after = ({"git": {"commit": letter * 40}} for letter in "ab")
+    beside = note(TONIGHT, commands={"the measured run": "CUDA_VISIBLE_DEVICES=0 python -m dflash train --output runs/measured"})
+    found = dict(report._commands(Path("d"), at(1, before), at(2, after), beside))["which commit it was"]
+    words = shlex.split(found)
+    assert words[3:7] == ["--good", "a" * 40, "--bad", "b" * 40]
+    assert words[-3:] == ["sh", "-c", 'CUDA_VISIBLE_DEVICES=0 python -m dflash train --output "$(mktemp -d)/run"']
+    rates = {"tokens_per_second_per_device": 1.0, "measure": {"tokens_per_second_per_device": 2.5, "segments": [
+        {"tokens_per_second_per_device": 3.0}]}}  # fmt: skip
+    assert re.findall(words[words.index("--metric") + 1], json.dumps(rates)) == ["2.5"]
+    assert "which commit it was" not in dict(report._commands(Path("d"), at(1, after), at(2, after), beside))
 
 
 def test_the_commits_between_two_nights_are_listed_where_the_repository_has_them(

@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from diagnostics.bisection.outcomes import BadInput, Trial
 from diagnostics.environments.masking import masked
 
 _TAIL_BYTES = 2**20  # of the output, for the number
 _LAST_LINE_CHARACTERS = 200
+_END_SECONDS = 30.0  # that killed processes are waited for
 _OWN = "DFLASH_BISECT_ENVIRONMENT"  # tells the command which environment it runs in
 
 
@@ -108,9 +111,24 @@ def _found(arguments: Sequence[str], variables: dict[str, str]) -> list[str]:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    """Kill what is left of the process group and wait until it is gone: it may hold memory of the GPU."""
+    limit = time.monotonic() + _END_SECONDS
+    try:
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        process.wait()
+        while _is_alive(process.pid) and time.monotonic() < limit:
+            time.sleep(0.01)
+    except ProcessLookupError:
+        process.wait()
+
+
+def _is_alive(group: int) -> bool:
+    """Whether a process of the group still runs; the dead that nobody has collected do not."""
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            if os.getpgid(one.pid) == group and one.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _tail(log: Path) -> str:

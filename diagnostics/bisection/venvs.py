@@ -27,6 +27,8 @@ from diagnostics.bisection.outcomes import BadInput, CannotBuild, NotObserved
 from diagnostics.environments.masking import masked
 
 _INSTALL_SECONDS = 3600
+_REASON = re.compile(r"error|conflict|no solution|because|requires|depends on", re.IGNORECASE)
+_ADVICE = re.compile(r"for help visit|remove package versions|loosen the range")
 # Words of pip and uv that blame neither the versions nor a package's build: nothing is concluded from them.
 _OUTSIDE = re.compile(
     r"No space left|Temporary failure in name resolution|Name or service not known|Connection (?:refused|reset|error|timed out)|"
@@ -115,5 +117,5 @@ def _run(command: list[str]) -> str | None:
     if done.returncode == 0:
         return None
     words = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-    told = [line for line in words if re.search(r"error|conflict|no solution|because|requires|depends on", line, re.IGNORECASE)]
+    told = [line for line in words if _REASON.search(line) and not _ADVICE.search(line)]
     return masked(" / ".join((told or words or [f"exit code {done.returncode}"])[:6]))[:600]
