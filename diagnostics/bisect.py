@@ -13,7 +13,8 @@ from the journal.
 Exit codes: 0 the culprit is named · 2 bad input, also when the ends are not good and bad as claimed, which is seen first ·
 3 not decided: what is left is listed, or something outside (network, disk) failed.
 
-Exit code 125 of COMMAND means "skip this state", as for git bisect run. Known limits: one culprit is looked for (several packages
+Exit code 125 of COMMAND means "skip this state", as for git bisect run; with --metric so does every run that prints no number
+or fails. Known limits: one culprit is looked for (several packages
 that only together make it bad are found); COMMAND runs without the submodules and the ignored files of the checkout; packages
 that are not in the files are those that their requirements bring; environments stay in the cache until it is deleted.
 """
@@ -191,7 +192,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=_positive, metavar="N", help="least runs of a state (1; 3 with --metric)")
     parser.add_argument("--max-repeat", type=_positive, metavar="N", help="most runs of a state (20; 10 with --metric)")
     parser.add_argument("--error-rate", type=_rate, default=0.01, metavar="P", help="of one decision about a state (0.01)")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="a run that takes longer has failed")
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="a run that takes longer has failed")
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="what environments are made of (this one)")
     parser.add_argument("--installer", choices=("auto", "uv", "pip"), default="auto", help="auto: uv where it is installed")
     parser.add_argument(
@@ -218,6 +219,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: a number from 1 on")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: a positive number of seconds")
     return value
 
 

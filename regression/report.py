@@ -39,6 +39,7 @@ HTML_BYTES = 300_000
 MARKDOWN_BYTES = 1024 * 1024
 _BUDGETS = ((180, 24), (90, 24), (60, 16), (40, 8), (30, 4), (20, 1))  # nights a series, series
 _LISTED_NIGHTS = 10
+_TOLD_CHANGES = 40  # of the environment
 _METRIC = r'"measure": .*?"tokens_per_second_per_device": ([0-9.e+]+)'  # in the last line of a measured run
 _TOLD = 10  # records that could not be read
 _LEGEND = (
@@ -246,7 +247,10 @@ def _changed(last: Measurement | None, tonight: Measurement) -> Table:
     if last is None:
         return Table(title="Environment", headers=headers, rows=[], empty="There is no earlier valid night to compare with.")
     found = compare(last.fingerprint, tonight.fingerprint)
-    rows = [(one.name, one.before, one.after, one.likelihood, one.why) for one in found.differences if not one.is_code]
+    told = [one for one in found.differences if not one.is_code]
+    rows = [(one.name, one.before, one.after, one.likelihood, one.why) for one in told[:_TOLD_CHANGES]]
+    if len(told) > _TOLD_CHANGES:
+        rows.append((f"and {len(told) - _TOLD_CHANGES} less likely ones", "", "", tables.NONE, "the store has both fingerprints"))
     rows += [("not compared", "", "", tables.NONE, sentence) for sentence in found.not_compared]
     title = "Environment, the most likely cause first"
     return Table(title=title, headers=headers, rows=rows, empty="Nothing in the fingerprint changed but the code.")

@@ -141,6 +141,9 @@ class Worktrees:
         return path
 
     def _remove(self) -> None:
+        """All of this folder, and no other: `git worktree prune` would forget the user's on a disk that is not mounted."""
+        for path in sorted(self._folder.glob("*")):
+            with contextlib.suppress(BadInput, NotObserved):  # one that was half made
+                self.repository.git("worktree", "remove", "--force", "--force", str(path), what=f"git cannot remove {path}")
         shutil.rmtree(self._folder, ignore_errors=True)
-        with contextlib.suppress(BadInput, NotObserved):
-            self.repository.git("worktree", "prune", what="git cannot prune worktrees")
+        self._made.clear()

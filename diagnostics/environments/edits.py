@@ -28,7 +28,7 @@ _SLACK_SECONDS = 2.0  # RECORD and the last files are written in one go
 class Check:
     """What was found; paths as in RECORD."""
 
-    edited: dict[str, list[str]] = field(default_factory=dict)  # by distribution
+    edited: dict[str, list[str]] = field(default_factory=dict)  # by distribution: "PATH [hash of what is there now]"
     gone: dict[str, list[str]] = field(default_factory=dict)
     unreadable: dict[str, list[str]] = field(default_factory=dict)  # "PATH: reason"
     num_files: int = 0  # looked at
@@ -89,7 +89,7 @@ def _is_suspect(found: Check, one: Distribution, each: RecordedFile, path: str, 
     if not each.digest:
         return False
     if each.size_bytes is not None and state.st_size != each.size_bytes:
-        found.edited.setdefault(one.name, []).append(each.path)
+        found.edited.setdefault(one.name, []).append(f"{each.path} [{_short_hash(Path(path))}]")
         return False
     is_younger = one.installed_seconds is None or state.st_mtime > one.installed_seconds + _SLACK_SECONDS
     return everything or is_younger or (fully and path.endswith(".py"))
@@ -110,7 +110,7 @@ def _hash_suspects(found: Check, suspects: Sequence[tuple[Distribution, Recorded
             continue
         found.num_hashed += 1
         if digest != wanted:
-            found.edited.setdefault(one.name, []).append(each.path)
+            found.edited.setdefault(one.name, []).append(f"{each.path} [{_short_hash(Path(path))}]")
 
 
 def _digest(path: str, algorithm: str) -> str:

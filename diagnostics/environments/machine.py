@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 NOT_OBSERVED = "not observed: "
@@ -33,12 +33,20 @@ def details() -> dict[str, Any]:
         "libc": " ".join(platform.libc_ver()).strip() or "unknown",
         "usable_cpus": len(affinity(0)) if affinity is not None else f"{NOT_OBSERVED}this system has no CPU affinity",
         "cpu_quota": _cpu_quota(),
-        "memory_limit": _read(_CGROUP / "memory.max"),
+        "memory_limit": _read(_cgroup("memory.max")),
         "cpu_governor": _read(_GOVERNOR),
         "huge_pages": _chosen(_read(_HUGE_PAGES)),
         "container": _container(),
         "swap_gib": round(psutil.swap_memory().total / 2**30),
     }
+
+
+def _cgroup(name: str) -> Path:
+    """The file of this process's control group (version 2), or of the outermost one."""
+    lines = _read(Path("/proc/self/cgroup")).splitlines()
+    own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    inner = _CGROUPS / own.strip("/") / name
+    return inner if inner.exists() else _CGROUPS / name
 
 
 def _read(path: Path) -> str:
@@ -55,7 +63,7 @@ def _chosen(text: str) -> str:
 
 def _cpu_quota() -> str:
     """CPUs that the container may use at once, "none" without a limit."""
-    text = _read(_CGROUP / "cpu.max")
+    text = _read(_cgroup("cpu.max"))
     quota, _, period = text.partition(" ")
     if quota == "max":
         return "none"
