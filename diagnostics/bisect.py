@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NotObserved as error:
         say(f"bisect: not observed: {error}. The same command goes on from here")
         return 3
+    except OSError as error:  # a full disk, mostly: what is in the journal stays
+        say(f"bisect: not observed: {error}. The same command goes on from here")
+        return 3
     except KeyboardInterrupt:
         say("bisect: interrupted: the same command goes on from here")
         return 3

@@ -171,6 +171,20 @@ def test_an_end_without_a_number_is_bad_input_and_a_candidate_without_is_skipped
     assert judge.outcome(lambda *asked: DONE if asked[1] is CANDIDATE else run(*asked), CANDIDATE) is Outcome.SKIPPED
 
 
+def test_an_end_that_fails_for_once_spoils_its_round_only() -> None:
+    judge, run = ByFigure(), played(lambda state, _: 50.0 if state is BAD else 100.0)
+    judge.check_ends(run, GOOD, BAD)
+    asked: list[int] = []
+
+    def failing(stage: str, state: State, number: int) -> Trial:
+        asked.append(number)
+        return DONE if state is GOOD and number == 1 else run(stage, state, number)
+
+    assert judge.outcome(failing, CANDIDATE) is Outcome.GOOD
+    assert max(asked) == 3
+    assert judge.outcome(lambda *given: DONE if given[1] is GOOD else run(*given), CANDIDATE) is Outcome.UNDECIDED
+
+
 def exits(codes: dict[str, list[int]]) -> Callable[[str, State, int], Trial]:
     return lambda _stage, state, number: dataclasses.replace(
         DONE, returncode=codes[state.label][number % len(codes[state.label])]

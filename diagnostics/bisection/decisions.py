@@ -104,15 +104,19 @@ class ByFigure:
     def outcome(self, run: Run, candidate: State) -> Outcome:
         """See Judge."""
         good, bad = self._ends
-        figures: dict[str, list[float]] = {"good": [], "candidate": [], "bad": []}
+        rounds: list[dict[str, float]] = []
         for number in range(self.max_repeats):
-            for name, state in (("good", good), ("candidate", candidate), ("bad", bad)):
-                trial = run(f"beside {candidate.label}" if state is not candidate else "candidate", state, number)
-                if trial.figure is None and state is candidate:
-                    return Outcome.SKIPPED
-                figures[name].append(trial.figure if trial.figure is not None else _figure_of_end(name, trial))
-            if number + 1 >= self.repeats:
-                decided = self._decide(figures["good"], figures["candidate"], figures["bad"])
+            one = {
+                name: run("candidate" if state is candidate else f"beside {candidate.label}", state, number).figure
+                for name, state in (("good", good), ("candidate", candidate), ("bad", bad))
+            }
+            if one["candidate"] is None:
+                return Outcome.SKIPPED
+            figures = {name: figure for name, figure in one.items() if figure is not None}
+            if len(figures) == len(one):  # an end that failed for once spoils its round, not the bisection
+                rounds.append(figures)
+            if len(rounds) >= self.repeats:
+                decided = self._decide(*([each[name] for each in rounds] for name in one))
                 if decided is not None:
                     return decided
         return Outcome.UNDECIDED

@@ -9,6 +9,7 @@ broken off, and is made anew. Limit: nothing is ever thrown away here; deleting 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -49,7 +50,7 @@ class Environments:
 
     def key(self, pins: Sequence[str]) -> str:
         """Of an environment."""
-        return hashlib.sha256(json.dumps([self._python_is(), sorted(pins), self.options]).encode()).hexdigest()[:20]
+        return hashlib.sha256(json.dumps([self._python_is, sorted(pins), self.options]).encode()).hexdigest()[:20]
 
     def python_of(self, pins: Sequence[str]) -> Path:
         """The Python of the environment with exactly these versions. Raises CannotBuild, NotObserved."""
@@ -84,6 +85,7 @@ class Environments:
                 raise NotObserved(f"{self.installer} failed for a reason outside of the versions: {refused}")
             raise CannotBuild(refused)
 
+    @functools.cached_property
     def _python_is(self) -> str:
         code = "import sys; print(sys.version, sys.base_prefix)"
         try:
