@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import platform
 import socket
@@ -43,7 +44,7 @@ def test_a_fingerprint_is_json_and_names_no_machine(values: dict[str, Any]) -> N
     text = json.dumps(values, allow_nan=False)
     assert json.loads(text) == values
     assert "planted-host" not in text
-    assert values["packages"]["torch"] == torch.__version__
+    assert values["packages"]["torch"] == importlib.metadata.version("torch")
     assert values["torch_git"] == torch.version.git_version
 
 
