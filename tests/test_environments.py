@@ -28,6 +28,12 @@ def clean_git(*arguments: str) -> str:
     return subprocess.run(("git", *who, *arguments), capture_output=True, text=True, check=True).stdout
 
 
+@pytest.fixture(scope="module")
+def values() -> dict[str, Any]:
+    """The fingerprint of what is here."""
+    return environment.fingerprint()
+
+
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty commit, in the current directory."""
@@ -77,6 +83,7 @@ def test_planted_secrets_leave_in_no_part(repository: Path, monkeypatch: pytest.
     plant = PASSWORD
     clean_git("remote", "add", "origin", f"https://me:{plant}@git.example/o/r.git")
     (repository / "pip.conf").write_text(f"[global]\nindex-url = https://me:{plant}@pypi.example/simple\n")
+    monkeypatch.setattr(edits, "check", lambda *_, **__: edits.Check())  # it takes the longest, and is not the point
     for name, value in {
         "PIP_CONFIG_FILE": str(repository / "pip.conf"), "PIP_EXTRA_INDEX_URL": f"https://{plant}@pypi.example/simple",
         "HF_TOKEN": plant,
@@ -337,8 +344,7 @@ def test_likely_causes_stand_before_unlikely_ones() -> None:
                      "distributions.numpy", "distributions.colorlog"]  # fmt: skip
 
 
-def test_every_part_of_a_fingerprint_is_known_to_the_ranking() -> None:
-    values = environment.fingerprint()
+def test_every_part_of_a_fingerprint_is_known_to_the_ranking(values: dict[str, Any]) -> None:
     emptied: dict[str, Any] = {name: {} for name, value in values.items() if isinstance(value, dict)}
     flat = [(name, value) for name, value, _ in differences._leaves("", values, emptied) if not differences._is_missing(value)]
     assert len(flat) > len(values)
@@ -400,10 +406,10 @@ def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path, capsys: Any) -> 
 
 
 def test_the_bare_fingerprint_of_an_earlier_version_is_compared_with_what_is_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(environment, "installed", list)  # what is installed here is not the point
-    old = {name: value for name, value in environment.fingerprint().items() if name not in differences.PARTS}
+    old = {name: value for name, value in values.items() if name not in differences.PARTS}
     (tmp_path / "old.json").write_text(json.dumps({**old, "cores": 99}))
     assert environment.main(["--diff", str(tmp_path / "old.json")]) == 1
     shown = capsys.readouterr().out

@@ -47,6 +47,12 @@ class Trial:
         """Whether it ended other than with 0 or SKIP_CODE."""
         return self.timed_out or self.returncode not in (0, SKIP_CODE)
 
+    @property
+    def sentence(self) -> str:
+        """What it gave, in a few words."""
+        ended = "timed out" if self.timed_out else f"exit code {self.returncode}"
+        return f"{ended if self.figure is None else f'{self.figure:g}'} ({self.seconds:.1f} s)"
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
         return dataclasses.asdict(self)

@@ -201,6 +201,7 @@ class Search:
         trial = self._run(state) if known is None else known
         if known is None:
             self._logbook.add_trial(stage, key, number, trial)
+            self._tell(f"{state.label}, run {number + 1}: {trial.sentence}")
         self.evidence.append(Evidence(stage=stage, label=state.label, number=number, trial=trial, is_new=known is None))
         return trial
 

@@ -58,7 +58,7 @@ class Environments:
         python = path / "bin" / "python"
         self.folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{path}.lock"):
-            if not (path / "complete").exists():
+            if not (path / "complete").exists() or not python.exists():
                 shutil.rmtree(path, ignore_errors=True)
                 self._make(path, python, pins)
                 told = {"pins": [masked(pin) for pin in pins], "installer": self.installer}
