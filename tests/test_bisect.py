@@ -253,6 +253,29 @@ def test_what_the_installer_refuses_cannot_be_built_and_other_failures_say_nothi
         environments.python_of(("beta==2",))
 
 
+def test_an_environment_that_was_broken_off_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = venvs.Environments(folder=tmp_path, python=sys.executable, options=(), installer="pip")
+    left_over = tmp_path / environments.key(["a==1"]) / "left over"
+    left_over.parent.mkdir()
+    left_over.touch()
+    made: list[list[str]] = []
+
+    def run(command: list[str]) -> None:
+        made.append(command)
+        if "venv" in command:
+            (Path(command[-1]) / "bin").mkdir(parents=True)
+            (Path(command[-1]) / "bin" / "python").touch()
+
+    monkeypatch.setattr(venvs, "_run", run)
+    python = environments.python_of(["a==1"])
+    assert not left_over.exists()
+    assert environments.python_of(["a==1"]) == python
+    assert len(made) == 2
+    python.unlink()
+    environments.python_of(["a==1"])
+    assert len(made) == 4
+
+
 def test_an_installer_that_is_not_there_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(venvs.shutil, "which", lambda _: None)
     with pytest.raises(BadInput, match="uv: it is not installed"):

@@ -236,7 +236,7 @@ def test_pins_are_read_as_pip_writes_them(tmp_path: Path) -> None:
     [(None, "No such file"), (b"", "pins nothing"), (b"\xff\x00", "is no text"), (b"torch>=2", "no exact version"),
      (b"torch", "no exact"),
      (b"torch==2.*", "no exact version"), (b"-e .", "cannot stand there"), (b"!!", "is no requirement"),
-     (b"a==1\nA==2", "pins a twice")],
+     (b"a==1\nA==2", "pins a twice"), (b"a[x]==1", "asks for extras")],
 )  # fmt: skip
 def test_a_file_without_exact_versions_is_refused(tmp_path: Path, content: bytes | None, told: str) -> None:
     if content is not None:

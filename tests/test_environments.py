@@ -387,6 +387,7 @@ def test_the_exit_code_says_whether_something_differs(tmp_path: Path, capsys: An
     ("content", "told"),
     [(None, "No such file"), (b"", "is empty"), (b'{"kind": "envi', "damaged"), (b"\xff\xfe\x00", "is no text"),
      (b"[1]", "no description"), (b'{"kind": "differences"}', "no description"),
+     (b'{"kind": "environment", "version": 1, "fingerprint": {"variables": 3}}', "variables should hold"),
      (b'{"kind": "environment", "version": 99, "fingerprint": {}}', "has version 99")],
 )  # fmt: skip
 def test_a_file_that_is_no_description_is_refused_and_left_as_it_is(

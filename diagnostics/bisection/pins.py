@@ -1,4 +1,7 @@
-"""Files of exact versions (`pip freeze`, constraints), and what differs between two of them."""
+"""Files of exact versions (`pip freeze`, constraints), and what differs between two of them.
+
+Markers (`; python_version < "3.12"`) are read for the Python that runs this, not for `--python`.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,8 @@ def _pin(path: Path, content: str) -> tuple[str, str | None]:
         wanted = Requirement(content)
     except InvalidRequirement as error:
         raise BadInput(f"{path}: {content!r} is no requirement ({error})") from error
+    if wanted.extras:
+        raise BadInput(f"{path}: {content!r} asks for extras: name the packages that they bring, as pip freeze does")
     exact = [each.version for each in wanted.specifier if each.operator in {"==", "==="} and not each.version.endswith("*")]
     if wanted.url is None and (len(exact) != 1 or len(wanted.specifier) != 1):
         raise BadInput(f"{path}: {content!r} is no exact version: write NAME==VERSION, as pip freeze does")

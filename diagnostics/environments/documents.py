@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from diagnostics.environments.differences import PARTS
+
 KIND = "environment"
 VERSION = 1
 
@@ -38,6 +40,15 @@ def comparable(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(path: Path, values: Any) -> dict[str, Any]:
+    document = _recognised(path, values)
+    parts = {**document["fingerprint"], **document}
+    broken = [name for name in PARTS if not isinstance(parts.get(name, {}), dict)]
+    if broken:
+        raise DocumentError(f"{path} is damaged: {', '.join(broken)} should hold names and values: write it again")
+    return document
+
+
+def _recognised(path: Path, values: Any) -> dict[str, Any]:
     if isinstance(values, dict) and "kind" not in values and {"torch_git", "packages", "machine"} <= set(values):
         return {"kind": KIND, "version": 0, "fingerprint": values}
     if not isinstance(values, dict) or values.get("kind") != KIND or not isinstance(values.get("fingerprint"), dict):
