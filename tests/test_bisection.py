@@ -117,6 +117,7 @@ def test_the_p_value_is_welchs() -> None:
     t = (means[0] - means[1]) / sum(variances) ** 0.5
     freedom = sum(variances) ** 2 / sum(v**2 / (len(x) - 1) for v, x in zip(variances, (low, high), strict=True))
     assert p_value_of_lower(low, high) == pytest.approx(stats.t.cdf(t, freedom))
+    assert not p_value_of_lower([1.0, 1.0 + 1e-15], [1.0, 1.0]) < 0.3
     assert p_value_of_lower([1, 1], [2, 2]) == 0 < p_value_of_lower([2, 2], [1, 1]) == p_value_of_lower([1, 1], [1, 1])
 
 

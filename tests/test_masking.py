@@ -46,7 +46,9 @@ def test_a_variable_with_a_secret_name_shows_nothing_of_its_value(value: str) ->
     "text",
     ["TOKENIZERS_PARALLELISM=false", "tokens_per_second=21500.5", "expandable_segments:True", "/opt/pypi-more/simple",
      "git@github.com:o/r.git",
-     "/usr/lib/x86_64-linux-gnu:/usr/local/cuda-12.8/lib64", "python -m dflash train --steps 30 --max-tokens 512", "570.124.06"],
+     "/usr/lib/x86_64-linux-gnu:/usr/local/cuda-12.8/lib64", "GPU-08f3e30a-8a10-0135-bada-13f71feaef21,1",
+     "/data/Projects2/some/long/folder/of/caches/abc", "git+https://github.com/o/r@v1.0",
+     "python -m dflash train --steps 30 --max-tokens 512", "570.124.06"],
 )  # fmt: skip
 def test_what_is_no_secret_stays(text: str) -> None:
     assert masked(text) == text

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -138,7 +139,9 @@ def p_value_of_lower(low: Sequence[float], high: Sequence[float]) -> float:
     """Welch's one-sided p value that `low` has the lower mean; samples without any spread are compared as they are."""
     if max(low) == min(low) and max(high) == min(high):
         return 0.0 if low[0] < high[0] else 1.0
-    return float(stats.ttest_ind(low, high, equal_var=False, alternative="less").pvalue)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # scipy's, about figures that hardly differ: NaN decides nothing
+        return float(stats.ttest_ind(low, high, equal_var=False, alternative="less").pvalue)
 
 
 def summary(figures: Sequence[float]) -> str:

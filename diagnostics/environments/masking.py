@@ -15,7 +15,7 @@ MASK = "***"
 
 _WORD = r"(?:token(?!iz|s)|secret|passwd|password|passphrase|credential|api[_-]?key|access[_-]?key|auth(?!or)|cookie|signature)"
 _SECRET_NAME = re.compile(rf"{_WORD}|(?:^|[_-])(?:key|pass|pw|pat|sas)$", re.IGNORECASE)
-_URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
+_URL_CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s@'\"]+@|[^\s@'\"]+@(?=[\w-]+(?:\.[\w-]+)+[/:]))")  # a password may hold /
 _BEARER = re.compile(r"\b(bearer|basic)\s+[^\s'\"]+", re.IGNORECASE)
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s&;,'\"]+)"
 _ASSIGNED = re.compile(rf"([\w-]*{_WORD}[\w-]*['\"]?\s*[=:]\s*){_VALUE}", re.IGNORECASE)
@@ -25,9 +25,10 @@ _KNOWN_PREFIX = re.compile(
     r"(?:AKIA|ASIA|AIza)[\w-]{12,}|eyJ[\w.-]{16,})"
 )
 _HEXADECIMAL = re.compile(r"(?<![\w/])[0-9a-fA-F]{32,}(?!\w)")
+_PATH_OR_GPU = r"(?!(?:/[^/\s]*){3}|(?:GPU|MIG)-)"
 _MIXED = re.compile(
-    r"(?<![A-Za-z0-9_\-/+.])(?=[^\s]*[0-9])(?=[^\s]*[a-z])(?=[^\s]*[A-Z])(?:[A-Za-z0-9_\-]{24,}|[A-Za-z0-9/+]{40,}={0,2})"
-    r"(?![A-Za-z0-9_\-/+.])"
+    rf"(?<![A-Za-z0-9_\-/+.]){_PATH_OR_GPU}(?=[^\s]*[0-9])(?=[^\s]*[a-z])(?=[^\s]*[A-Z])"
+    r"(?:[A-Za-z0-9_\-]{24,}|[A-Za-z0-9/+]{40,}={0,2})(?![A-Za-z0-9_\-/+.])"
 )
 
 
