@@ -22,6 +22,7 @@ from dflash.flat import FlatParameters
 from dflash.modeling.attention import build_mask
 from dflash.modeling.draft_collector import DraftCollector
 from dflash.modeling.drafter import Drafter, DrafterShape, block_inputs
+from dflash.modeling.head_scores import Score, score
 from dflash.modeling.loss import draft_loss
 from dflash.modeling.masks import BlockLayout
 from dflash.modeling.target import FrozenEnds, TargetRunner
@@ -89,6 +90,7 @@ class DrafterModelWorker:
         self.drafter = Drafter(shape, generator=torch.Generator().manual_seed(config.seed)).to(device).train()
         self.flat = FlatParameters(self.drafter)
         self._forward: Callable[..., Tensor] = policy.compiled(self.drafter)
+        self._score: Score = policy.compiled(score) if device.type == "cuda" else score
         self._contributions: list[Contribution] = []
 
     def accumulate(self, states: TargetStates) -> None:
@@ -169,6 +171,7 @@ class DrafterModelWorker:
             block_size=self.shape.block_size,
             final_hidden=states.final_hidden,
             collector=collector,
+            score=self._score,
         )
 
     def _autocast(self) -> AbstractContextManager[Any]:
