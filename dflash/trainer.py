@@ -100,6 +100,7 @@ class Trainer:
             checkpoint.check_resumable(resumed, self._config, self._leader.shape)
             for name, view in self._leader.flat.named(self._leader.flat.weights).items():
                 view.copy_(resumed.weights[name])
+            self._leader.flat.refresh()
             self._optimizer.load_moments(resumed.moments)
             self._steps_done = resumed.step
             events.record("notice", text=f"resumed after step {resumed.step}")
@@ -233,7 +234,8 @@ class Trainer:
             return 0.0, 0.0
         flat = self._leader.flat
         sum_gradients(parts, flat.gradients)
-        if not bool(torch.isfinite(flat.gradients.sum())):
+        norm = self._optimizer.norm(weight)
+        if not math.isfinite(norm):
             name = flat.first_non_finite(flat.gradients)
             if name is not None:
                 samples = sorted({s for part in parts for b in part.batches for row in b.sample_ids for s in row})
@@ -242,7 +244,7 @@ class Trainer:
                     f"{', '.join(samples[:8])}{f' and {len(samples) - 8} more' if len(samples) > 8 else ''}. "
                     f"The last good checkpoint is kept"
                 )
-        norm, rate = self._optimizer.step(step, total_weight=weight)
+        rate = self._optimizer.step(step, total_weight=weight, norm=norm)
         for drafter in self._parts.drafters:
             drafter.clear_gradients()
         return norm, rate
@@ -250,6 +252,7 @@ class Trainer:
     def _copy_weights(self) -> None:
         for drafter in self._parts.drafters[1:]:
             drafter.flat.weights.copy_(self._leader.flat.weights)
+            drafter.flat.refresh()
         for device in {d.device for d in self._parts.drafters if d.device.type == "cuda"}:
             torch.cuda.synchronize(device)
 

@@ -75,12 +75,20 @@ class TargetModelWorker:
 
 
 class DrafterModelWorker:
-    """One drafter replica: fp32 weights in one flat tensor, forward and backward under autocast where the device has bf16."""
+    """One drafter replica: fp32 weights in one flat tensor, forward and backward in bf16 where the device has it."""
 
     def __init__(
-        self, name: str, config: RunConfig, shape: DrafterShape, ends: FrozenEnds, device: torch.device, policy: CompilePolicy
+        self,
+        name: str,
+        config: RunConfig,
+        shape: DrafterShape,
+        ends: FrozenEnds,
+        device: torch.device,
+        policy: CompilePolicy,
+        *,
+        start: Callable[[Drafter], None] | None = None,
     ) -> None:
-        """The replica on `device`, with weights drawn from the run's seed: equal on every device."""
+        """The replica on `device`, with weights drawn from the run's seed, equal on every device; `start` may change them."""
         self.name = name
         self.device = device
         self._policy = policy
@@ -88,7 +96,9 @@ class DrafterModelWorker:
         self.ends = ends
         self._config = config
         self.drafter = Drafter(shape, generator=torch.Generator().manual_seed(config.seed)).to(device).train()
-        self.flat = FlatParameters(self.drafter)
+        if start is not None:
+            start(self.drafter)
+        self.flat = FlatParameters(self.drafter, compute_dtype(device))
         self._forward: Callable[..., Tensor] = policy.compiled(self.drafter)
         self._score: Score = policy.compiled(score) if device.type == "cuda" else score
         self._contributions: list[Contribution] = []
@@ -102,6 +112,7 @@ class DrafterModelWorker:
         collector = self._collector() if self._estimates(states.batch) else None
         sums = self._loss_through(states, self._forward, collector)
         sums.loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.flat.collect_gradients()
         if not bool(torch.isfinite(sums.loss)):
             raise NonFiniteError(self._describe_non_finite(states))
         synchronize(self.device)
@@ -129,7 +140,7 @@ class DrafterModelWorker:
 
     def clear_gradients(self) -> None:
         """Start a new optimizer step."""
-        self.flat.gradients.zero_()
+        self.flat.clear_gradients()
 
     def loss(self, states: TargetStates) -> LossSums:
         """Loss sums of states on this worker's device."""
@@ -196,7 +207,7 @@ class DrafterModelWorker:
         if self.device.type == "cpu":
             # Kept apart per micro-batch: the order of summation, and so every bit, is the same for any number of drafters.
             gradients = gradients.clone()
-            self.flat.gradients.zero_()
+            self.flat.clear_gradients()
         self._contributions.append(
             Contribution(first_index=batch.index, gradients=gradients, sums=sums, batches=(batch,), drafts=drafts)
         )
@@ -234,6 +245,11 @@ class DrafterModelWorker:
             for hook in hooks:
                 hook.remove()
         return found[0] if found else "logits of the target's head"
+
+
+def compute_dtype(device: torch.device) -> torch.dtype | None:
+    """What matrices are multiplied in: bf16 on GPUs; None on CPUs, where the fp32 weights are used as they are."""
+    return torch.bfloat16 if device.type == "cuda" else None
 
 
 def add_sums(parts: list[LossSums]) -> LossSums:

@@ -193,7 +193,7 @@ def _accumulate(worker: DrafterModelWorker, states: TargetStates) -> None:
 
 
 def _update(worker: DrafterModelWorker, optimizer: FlatAdamW) -> None:
-    optimizer.step(0, total_weight=1.0)
+    optimizer.step(0, total_weight=1.0, norm=optimizer.norm(1.0))
     worker.clear_gradients()
 
 
