@@ -76,7 +76,8 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy) -> Par
         drafters.append(DrafterModelWorker(f"drafter-{number}", config, shape, ends, device, policy, start=start))
     targets = []
     for number, ((target, _), device) in enumerate(zip(models, placement.targets, strict=True)):
-        runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl")
+        compiled = policy.compiled if config.compile.target else None
+        runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl", compiled=compiled)
         targets.append(TargetModelWorker(f"target-{number}", runner, stream, device, policy))
     return Parts(
         stream=stream,

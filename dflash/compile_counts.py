@@ -77,10 +77,10 @@ class CompileCounts:
     def counting_calls(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` (compiled), each call counted."""
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             with self._lock:
                 self._calls += 1
-            return function(*args)
+            return function(*args, **named)
 
         return call
 

@@ -137,6 +137,7 @@ class CompileConfig:
 
     policy: Literal["prewarm", "isolate", "lock", "force", "none", "eager"] = "prewarm"  # see dflash/compile_policy.py
     backend: str = "inductor"
+    target: bool = False  # compile the target's layers, too (dflash.modeling.runner)
     allow_recompiles: tuple[str, ...] = ()  # names of functions that may compile after warm-up
     cache: Path | None = None  # directory for compiled code, see dflash/compile_cache.py; None: torch's own place
 

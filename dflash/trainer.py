@@ -162,9 +162,10 @@ class Trainer:
     def finish_step(self, step: int) -> bool:
         """Sum, update, copy, report, and save if it is time. Returns whether to go on."""
         parts = sorted((c for d in self._parts.drafters for c in d.take_contributions()), key=lambda c: c.first_index)
-        sums = add_sums([part.sums for part in parts])
+        sums = add_sums([part.sums for part in parts]).on_host()
         norm, rate = self._update(step, parts, sums)
-        self._copy_weights()
+        if len(self._parts.drafters) > 1:
+            self._copy_weights()
         self._steps_done = step + 1
         self._report(step, parts, sums, norm, rate)
         self._step_started += self._acceptance.after_step(self._steps_done, parts, self._validation)
@@ -250,6 +251,7 @@ class Trainer:
         return norm, rate
 
     def _copy_weights(self) -> None:
+        """Give the leader's weights to the others, whose streams do not wait for the leader's."""
         for drafter in self._parts.drafters[1:]:
             drafter.flat.weights.copy_(self._leader.flat.weights)
             drafter.flat.refresh()

@@ -113,9 +113,8 @@ class DrafterModelWorker:
         sums = self._loss_through(states, self._forward, collector)
         sums.loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.flat.collect_gradients()
-        if not bool(torch.isfinite(sums.loss)):
+        if not bool(torch.isfinite(sums.loss)):  # waits for everything on this thread's stream
             raise NonFiniteError(self._describe_non_finite(states))
-        synchronize(self.device)
         self._add(states.batch, sums.detach(), collector.counts if collector else None)
 
     @torch.no_grad()
