@@ -42,6 +42,11 @@ class Settings:
         """`value` where goals apply, else None."""
         return value if self.is_real else None
 
+    @property
+    def run_seconds(self) -> float:
+        """Length of a segment of a whole run."""
+        return 5.0 if self.device.type == "cuda" else 1.0
+
     def config(self) -> RunConfig:
         """The trainer's configuration of this shape: random weights, random tokens."""
         base = qwen3_8b() if self.shape == "qwen3-8b" else _tiny()
