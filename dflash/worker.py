@@ -110,12 +110,17 @@ class DrafterModelWorker:
 
     def _accumulate(self, states: TargetStates) -> None:
         collector = self._collector() if self._estimates(states.batch) else None
-        sums = self._loss_through(states, self._forward, collector)
-        sums.loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self.flat.collect_gradients()
+        sums = self.forward_and_backward(states, collector)
         if not bool(torch.isfinite(sums.loss)):  # waits for everything on this thread's stream
             raise NonFiniteError(self._describe_non_finite(states))
         self._add(states.batch, sums.detach(), collector.counts if collector else None)
+
+    def forward_and_backward(self, states: TargetStates, collector: DraftCollector | None = None) -> LossSums:
+        """Add the gradients of states on this worker's device to the flat ones. Does not wait for the device."""
+        sums = self._loss_through(states, self._forward, collector)
+        sums.loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.flat.collect_gradients()
+        return sums
 
     @torch.no_grad()
     def validate(self, states: TargetStates) -> LossSums:
