@@ -88,14 +88,18 @@ class DrafterModelWorker:
         *,
         start: Callable[[Drafter], None] | None = None,
     ) -> None:
-        """The replica on `device`, with weights drawn from the run's seed, equal on every device; `start` may change them."""
+        """The replica on `device`, with weights drawn there from the run's seed; `start` may change them.
+
+        CPUs and GPUs draw different numbers. The drafters of a run are made equal by the trainer.
+        """
         self.name = name
         self.device = device
         self._policy = policy
         self.shape = shape
         self.ends = ends
         self._config = config
-        self.drafter = Drafter(shape, generator=torch.Generator().manual_seed(config.seed)).to(device).train()
+        with device:  # a billion numbers are drawn in no time on a GPU, and in ten seconds and more on a CPU
+            self.drafter = Drafter(shape, generator=torch.Generator(device).manual_seed(config.seed)).to(device).train()
         if start is not None:
             start(self.drafter)
         self.flat = FlatParameters(self.drafter, compute_dtype(device))

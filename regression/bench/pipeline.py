@@ -19,7 +19,6 @@ from pathlib import Path
 
 from dflash import assembly
 from dflash.batch import TargetStates
-from dflash.compile_cache import CompileCache
 from dflash.compile_policy import CompilePolicy
 from dflash.engine.devices import place
 from dflash.flat import FlatAdamW
@@ -32,11 +31,10 @@ from regression.bench.training import Run, train
 
 
 def measure(settings: Settings) -> Result:
-    """The run first, then the stages with the cache that it filled."""
+    """The run first, then the stages."""
     with tempfile.TemporaryDirectory(prefix="pipeline-") as scratch:
-        cache = Path(scratch) / "cache"
-        run = train(settings, Path(scratch) / "together", cache, seconds=settings.run_seconds, segments=2)
-        target, drafter = stages(settings, Path(scratch), cache)
+        run = train(settings, Path(scratch) / "together", seconds=settings.run_seconds, segments=2)
+        target, drafter = stages(settings, Path(scratch))
     together, slower = run.tokens_per_second, min(target, drafter)
     shared = 1 / (1 / target + 1 / drafter)
     figures = [
@@ -58,12 +56,12 @@ def measure(settings: Settings) -> Result:
     )
 
 
-def stages(settings: Settings, scratch: Path, cache: Path) -> tuple[float, float]:
+def stages(settings: Settings, scratch: Path) -> tuple[float, float]:
     """Tokens per second of the target and of the drafter, each alone."""
     config = dataclasses.replace(settings.config(), output=scratch / "alone")
     config.output.mkdir()
     policy = CompilePolicy(config.compile, num_drafters=1)
-    with policy.watching(), policy.in_worker(), CompileCache(cache).active():
+    with policy.watching(), policy.in_worker():
         parts = assembly.build(config, place(config), policy)
         target, drafter = parts.targets[0], parts.drafters[0]
         optimizer = FlatAdamW(drafter.flat, config.optim)

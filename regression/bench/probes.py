@@ -2,7 +2,7 @@
 
     python -m regression.bench probes
 
-Each run is a fresh process with a compile cache that an earlier one filled, and is measured when it is steady. The spread between
+Each run is a fresh process, measured when it is steady. The spread between
 the two runs without probes is what the machine makes of two equal things: a loss below it says nothing.
 """
 
@@ -29,7 +29,7 @@ def measure(settings: Settings) -> Result:
         for number, turn in enumerate(TURNS):
             report = str(place / f"{number}.json")
             before = ("-m", "diagnostics.fxprobe", "--json", report, "--progress", "0", "--") if turn == "on" else ()
-            run = train(settings, place / str(number), place / "cache", seconds=settings.run_seconds, segments=2, before=before)
+            run = train(settings, place / str(number), seconds=settings.run_seconds, segments=2, before=before)
             rates[turn].append(run.tokens_per_second)
     off, on = (sum(rates[turn]) / 2 for turn in ("off", "on"))
     figures = (

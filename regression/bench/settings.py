@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ class Settings:
     shape: str
     device: torch.device
     rounds: int
+    compile_target: bool = False  # in benches of whole runs; target_forward times both
     specforge: Path | None = None  # directory that holds the package `specforge`
 
     @property
@@ -50,6 +52,7 @@ class Settings:
     def config(self) -> RunConfig:
         """The trainer's configuration of this shape: random weights, random tokens."""
         base = qwen3_8b() if self.shape == "qwen3-8b" else _tiny()
+        base = dataclasses.replace(base, compile=dataclasses.replace(base.compile, target=self.compile_target))
         on_gpu = self.device.type == "cuda"
         devices = f"{self.device},{self.device}" if on_gpu else "cpu"
         if on_gpu:
@@ -81,7 +84,8 @@ class Settings:
             "--compile.backend": config.compile.backend,
             "--telemetry.wandb": "off",
         }
-        return [part for pair in values.items() for part in pair]
+        flags = [part for pair in values.items() for part in pair]
+        return [*flags, "--compile.target"] if config.compile.target else flags
 
 
 def _tiny() -> RunConfig:
@@ -138,6 +142,7 @@ def main(bench: str, measure: Callable[[Settings], Result], arguments: Sequence[
         settings = from_options(options)
     except ConfigError as error:
         parser.error(str(error))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that child processes are ended, too
     sys.stdout.write(json.dumps(measure(settings).to_dict()) + "\n")
     return 0
 
@@ -148,6 +153,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, help="default: qwen3-8b on a GPU, tiny on a CPU")
     parser.add_argument("--device", default=where, help=f"cpu or cuda:INDEX (here: {where})")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of a figure (default 10)")
+    parser.add_argument(
+        "--compile-target", action="store_true", help="compile the target's layers in pipeline, warm_start, probes"
+    )
     parser.add_argument("--specforge", type=Path, metavar="DIR", help="directory that holds the package specforge")
 
 
@@ -159,4 +167,6 @@ def from_options(options: argparse.Namespace) -> Settings:
     if options.specforge and not (options.specforge / "specforge").is_dir():
         raise ConfigError(f"--specforge {options.specforge} holds no package specforge: pip install --no-deps --target it there")
     shape = options.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
-    return Settings(shape=shape, device=device, rounds=options.rounds, specforge=options.specforge)
+    return Settings(
+        shape=shape, device=device, rounds=options.rounds, compile_target=options.compile_target, specforge=options.specforge
+    )

@@ -1,4 +1,4 @@
-"""The trainer as a child process, for benches of whole runs: measured, without checkpoints, with a compile cache of their own."""
+"""The trainer as a child process, for benches of whole runs: measured, and without checkpoints."""
 
 from __future__ import annotations
 
@@ -52,16 +52,23 @@ class Run:
 
 
 def train(
-    settings: Settings, directory: Path, cache: Path, *, seconds: float, segments: int = 1, before: Sequence[str] = ()
+    settings: Settings,
+    directory: Path,
+    *,
+    seconds: float,
+    segments: int = 1,
+    cache: Path | None = None,
+    before: Sequence[str] = (),
 ) -> Run:
     """Train in a fresh process for `segments` segments of `seconds` once it is steady; files go to the new `directory`.
 
-    `before` stands between Python and the trainer's module. Raises ChildFailed on any exit code but 0, or without a result.
+    Compiled code is kept in `cache`, or where torch keeps it, warm if other benches have run. `before` stands between Python
+    and the trainer's module. Raises ChildFailed on any exit code but 0, or without a result.
     """
     directory.mkdir(parents=True)
     run = directory / "run"
     command = [sys.executable, *before, "-m", "dflash", "train", *settings.train_flags(), "--output", str(run)]
-    command += ["--compile.cache", str(cache), "--optim.steps", str(STEPS), "--measure"]
+    command += ["--optim.steps", str(STEPS), "--measure", *(("--compile.cache", str(cache)) if cache else ())]
     command += ["--measure.segments", str(segments), "--measure.segment-seconds", str(seconds)]
     started = time.time()
     try:

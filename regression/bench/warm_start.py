@@ -26,10 +26,10 @@ def measure(settings: Settings) -> Result:
     with tempfile.TemporaryDirectory(prefix="warm-start-") as scratch:
         place = Path(scratch)
         seconds = 1.0 if settings.is_real else 0.5
-        runs = {"cold": train(settings, place / "cold", place / "cache", seconds=seconds)}
+        runs = {"cold": train(settings, place / "cold", cache=place / "cache", seconds=seconds)}
         _copy_artifacts(place / "cache", place / "moved")
-        runs["restored"] = train(settings, place / "restored", place / "moved", seconds=seconds)
-        runs["warm"] = train(settings, place / "warm", place / "cache", seconds=seconds)
+        runs["restored"] = train(settings, place / "restored", cache=place / "moved", seconds=seconds)
+        runs["warm"] = train(settings, place / "warm", cache=place / "cache", seconds=seconds)
     cold, warm = (runs[name].seconds_to_full_speed for name in ("cold", "warm"))
     figures = [_of(name, run, settings) for name, run in runs.items()]
     figures.append(Figure(name="warm over cold", value=warm / cold, unit="share", goal=settings.goal(0.25)))
