@@ -3,8 +3,9 @@
 One flat fp32 tensor of weights and one of gradients make summing over drafters, clipping, the optimizer and copying weights
 back a handful of calls each, independent of the number of layers. Matrices come first, so that weight decay is one slice.
 
-Where a module computes in bf16, its matrices are bf16 copies of the flat fp32 weights (`refresh` makes them once a step), and
-their gradients are bf16, as under autocast, which would cast both in every micro-batch; `collect_gradients` adds them up in fp32.
+With copies (`--optim.bf16-copies`, on GPUs) the module multiplies by bf16 copies of its matrices, which `refresh` makes once a
+step, and their gradients are bf16, as under autocast, which would cast both in every micro-batch; `collect_gradients` adds them
+up in fp32.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.cuda import comm
 
 from dflash.batch import LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
-from dflash.config import RunConfig
+from dflash.config import ConfigError, RunConfig
 from dflash.data.packing import PackedStream
 from dflash.flat import FlatParameters
 from dflash.modeling.attention import build_mask
@@ -75,7 +75,7 @@ class TargetModelWorker:
 
 
 class DrafterModelWorker:
-    """One drafter replica: fp32 weights in one flat tensor, forward and backward in bf16 where the device has it."""
+    """One drafter replica: fp32 weights in one flat tensor, forward and backward under autocast where the device has bf16."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class DrafterModelWorker:
             self.drafter = Drafter(shape, generator=torch.Generator(device).manual_seed(config.seed)).to(device).train()
         if start is not None:
             start(self.drafter)
-        self.flat = FlatParameters(self.drafter, compute_dtype(device))
+        self.flat = FlatParameters(self.drafter, _copies(config, device))
         self._forward: Callable[..., Tensor] = policy.compiled(self.drafter)
-        self._score: Score = policy.compiled(score) if device.type == "cuda" else score
+        self._score: Score = policy.compiled(score) if config.compile.loss else score
         self._contributions: list[Contribution] = []
 
     def accumulate(self, states: TargetStates) -> None:
@@ -255,11 +255,6 @@ class DrafterModelWorker:
         return found[0] if found else "logits of the target's head"
 
 
-def compute_dtype(device: torch.device) -> torch.dtype | None:
-    """What matrices are multiplied in: bf16 on GPUs; None on CPUs, where the fp32 weights are used as they are."""
-    return torch.bfloat16 if device.type == "cuda" else None
-
-
 def add_sums(parts: list[LossSums]) -> LossSums:
     """Sums of several micro-batches, in the given order, on the first one's device."""
     total = parts[0]
@@ -286,6 +281,15 @@ def sum_gradients(parts: list[Contribution], out: Tensor) -> None:
         total = total + tensor
     if total is not out:
         out.copy_(total)
+
+
+def _copies(config: RunConfig, device: torch.device) -> torch.dtype | None:
+    """The dtype of the copies of matrices, None without copies. Raises ConfigError on a CPU, which trains in fp32."""
+    if not config.optim.bf16_copies:
+        return None
+    if device.type != "cuda":
+        raise ConfigError(f"optim.bf16-copies is for GPUs, the drafter is on {device}, where it trains in fp32: leave it out")
+    return torch.bfloat16
 
 
 def synchronize(device: torch.device) -> None:

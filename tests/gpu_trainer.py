@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers_training import make_config
 
-from dflash import assembly, checkpoint, worker
+from dflash import assembly, checkpoint
 from dflash.trainer import train
 from dflash.worker import DrafterModelWorker
 
@@ -38,7 +38,6 @@ def test_two_drafters_equal_one_with_twice_the_batch_in_fp32(
     tmp_path: Path, two: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DrafterModelWorker, "_autocast", lambda _self: nullcontext())
-    monkeypatch.setattr(worker, "compute_dtype", lambda _device: None)
     monkeypatch.setattr(assembly, "_ends_dtype", lambda _device: torch.float32)
     train(make_config(tmp_path / "one", **ONE))
     train(make_config(tmp_path / "two", **two))

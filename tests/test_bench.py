@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dflash.batch import TargetStates
 from dflash.compile_policy import CompilePolicy
-from dflash.config import CompileConfig, TargetConfig
+from dflash.config import CompileConfig, ConfigError, TargetConfig
 from dflash.modeling.masks import BlockLayout, dense_mask
 from dflash.modeling.target import TargetRunner, load_target, text_config
 from dflash.worker import DrafterModelWorker
@@ -99,7 +99,7 @@ def test_goals_apply_to_the_real_shape_on_a_gpu_only() -> None:
 
 def test_the_step_is_measured_whole_and_by_parts_and_its_result_survives_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "CPU_BACKEND", "eager")  # Dynamo alone: compiles in half the time
-    result = drafter_step.measure(TINY)
+    result = drafter_step.measure(Settings(shape="tiny", device=CPU, rounds=1, levers=("loss",)))
     assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
     found = {figure.name: figure for figure in result.figures}
     assert (found["recompiles"].value, found["fallbacks"].value) == (0, 0)
@@ -110,6 +110,7 @@ def test_the_step_is_measured_whole_and_by_parts_and_its_result_survives_json(mo
     assert step.ceiling
     assert found["useful work"].share_of_ceiling == pytest.approx(step.share_of_ceiling)
     assert len([name for name in found if name.startswith("part: ")]) == 6
+    assert found["alone: head and loss with uncompiled scores"].value  # beside the compiled ones of the lever
     assert table(result).row_count == len(result.figures)
 
 
@@ -146,3 +147,19 @@ def test_bad_usage_is_refused_before_anything_runs(arguments: list[str], monkeyp
     with pytest.raises(SystemExit) as stopped:
         front.main(["--device", "cpu", *arguments])
     assert stopped.value.code == 2
+
+
+def test_levers_are_off_as_in_the_trainer_and_reach_a_child_as_its_flags() -> None:
+    assert "--compile.loss" not in TINY.train_flags()
+    levers = Settings(shape="tiny", device=CPU, rounds=1, levers=("loss", "target", "copies"))
+    assert {"--compile.loss", "--compile.target", "--optim.bf16-copies"} <= set(levers.train_flags())
+    config = levers.config()
+    assert (config.compile.loss, config.compile.target, config.optim.bf16_copies) == (True, True, True)
+
+
+def test_bf16_copies_are_refused_where_training_is_in_fp32() -> None:
+    config = Settings(shape="tiny", device=CPU, rounds=1, levers=("copies",)).config()
+    shape = settings.drafter_shape(config)
+    policy = CompilePolicy(CompileConfig(policy="eager"), num_drafters=1)
+    with pytest.raises(ConfigError, match="bf16-copies"):
+        DrafterModelWorker("drafter-0", config, shape, drafter_step.random_ends(shape, CPU), CPU, policy)

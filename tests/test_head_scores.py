@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo
 
 from dflash.modeling.head_scores import score
 from dflash.modeling.loss import chunks
@@ -36,8 +38,9 @@ def exact(logits: Tensor, labels: Tensor, teacher: Tensor | None, softcap: float
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Any:
-    return torch.compile(score, fullgraph=True, dynamic=False, backend="aot_eager")
+def compiled() -> Iterator[Any]:
+    with dynamo.patch(recompile_limit=64):  # one a case, and those of other tests in this process
+        yield torch.compile(score, fullgraph=True, dynamic=False, backend="aot_eager")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

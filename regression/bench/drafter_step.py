@@ -62,14 +62,14 @@ def measure(settings: Settings) -> Result:
             figures = timed(settings, worker, optimizer, states, best)
             spent = milliseconds(lambda: project(worker, context, states), device, rounds=settings.rounds)
             figures.append(Figure(name="alone: projections of the context, forward", value=spent, unit="ms"))
-            worker._score = score
-            spent = parts(worker, states, settings)["head and loss, both ways"]
-            figures.append(Figure(name="alone: head and loss with uncompiled scores", value=spent, unit="ms"))
+            if config.compile.loss:
+                figures.append(_uncompiled_scores(worker, states, settings))
         report = policy.report()
     counted = {"recompiles": len(report.recompiles_after_warmup), "fallbacks": len(report.fallbacks)}
     figures += [Figure(name=name, value=count, unit="a run", goal=settings.goal(0)) for name, count in counted.items()]
     figures.append(Figure(name="first step, compiling", value=first_step_seconds, unit="s"))
     details = {"reasons": [*report.recompiles_after_warmup, *report.fallbacks], **best, **_sizes(config, shape)}
+    details["levers"] = list(settings.levers)
     return Result(bench="drafter_step", shape=settings.shape, device=str(device), figures=tuple(figures), details=details)
 
 
@@ -138,6 +138,13 @@ def _marked_step(worker: DrafterModelWorker, states: TargetStates, settings: Set
     worker.flat.collect_gradients()
     marks.mark("summing gradients")
     return marks.read()
+
+
+def _uncompiled_scores(worker: DrafterModelWorker, states: TargetStates, settings: Settings) -> Figure:
+    compiled, worker._score = worker._score, score
+    spent = parts(worker, states, settings)["head and loss, both ways"]
+    worker._score = compiled
+    return Figure(name="alone: head and loss with uncompiled scores", value=spent, unit="ms")
 
 
 class _ContextProjections(nn.Module):

@@ -52,7 +52,7 @@ def measure(settings: Settings) -> Result:
         shape=settings.shape,
         device=str(settings.device),
         figures=tuple(figures),
-        details={"measure": run.result["measure"], "supply_demand": run.result["supply_demand"]},
+        details={"measure": run.result["measure"], "levers": list(settings.levers), "supply_demand": run.result["supply_demand"]},
     )
 
 

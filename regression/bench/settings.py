@@ -22,6 +22,7 @@ from dflash.presets import qwen3_8b
 from regression.bench.figures import Result
 
 SHAPES = ("qwen3-8b", "tiny")
+LEVERS = {"loss": "--compile.loss", "target": "--compile.target", "copies": "--optim.bf16-copies"}  # flags of the trainer
 CPU_BACKEND = "aot_eager"  # compiles in a second: on a CPU a bench shows that it runs, not how fast
 
 
@@ -32,7 +33,7 @@ class Settings:
     shape: str
     device: torch.device
     rounds: int
-    compile_target: bool = False  # in benches of whole runs; target_forward times both
+    levers: tuple[str, ...] = ()  # of LEVERS: what the trainer has off by default
     specforge: Path | None = None  # directory that holds the package `specforge`
 
     @property
@@ -52,7 +53,7 @@ class Settings:
     def config(self) -> RunConfig:
         """The trainer's configuration of this shape: random weights, random tokens."""
         base = qwen3_8b() if self.shape == "qwen3-8b" else _tiny()
-        base = dataclasses.replace(base, compile=dataclasses.replace(base.compile, target=self.compile_target))
+        base = self._with_levers(base)
         on_gpu = self.device.type == "cuda"
         devices = f"{self.device},{self.device}" if on_gpu else "cpu"
         if on_gpu:
@@ -85,7 +86,12 @@ class Settings:
             "--telemetry.wandb": "off",
         }
         flags = [part for pair in values.items() for part in pair]
-        return [*flags, "--compile.target"] if config.compile.target else flags
+        return [*flags, *(LEVERS[lever] for lever in self.levers)]
+
+    def _with_levers(self, config: RunConfig) -> RunConfig:
+        compiling = dataclasses.replace(config.compile, loss="loss" in self.levers, target="target" in self.levers)
+        updating = dataclasses.replace(config.optim, bf16_copies="copies" in self.levers)
+        return dataclasses.replace(config, compile=compiling, optim=updating)
 
 
 def _tiny() -> RunConfig:
@@ -153,9 +159,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, help="default: qwen3-8b on a GPU, tiny on a CPU")
     parser.add_argument("--device", default=where, help=f"cpu or cuda:INDEX (here: {where})")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of a figure (default 10)")
-    parser.add_argument(
-        "--compile-target", action="store_true", help="compile the target's layers in pipeline, warm_start, probes"
-    )
+    parser.add_argument("--levers", nargs="+", choices=LEVERS, default=[], help="of the trainer, which has them off by default")
     parser.add_argument("--specforge", type=Path, metavar="DIR", help="directory that holds the package specforge")
 
 
@@ -167,6 +171,4 @@ def from_options(options: argparse.Namespace) -> Settings:
     if options.specforge and not (options.specforge / "specforge").is_dir():
         raise ConfigError(f"--specforge {options.specforge} holds no package specforge: pip install --no-deps --target it there")
     shape = options.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
-    return Settings(
-        shape=shape, device=device, rounds=options.rounds, compile_target=options.compile_target, specforge=options.specforge
-    )
+    return Settings(shape=shape, device=device, rounds=options.rounds, levers=tuple(options.levers), specforge=options.specforge)
