@@ -21,6 +21,7 @@ ARROWS = {
     "diagnostics": ("diagnostics", "dflash.fx", "dflash.events"),  # of any program: never the trainer's insides
     "regression": ("regression", "diagnostics.records", "diagnostics.gpu", "diagnostics.environment", "dflash.config"),
     "fixtures": ("fixtures", "dflash"),
+    "regression/faults.py": ("regression", "dflash.events", "dflash.__main__"),  # the training command, with a fault in it
     "regression/bench": ("regression", "diagnostics.environment", "dflash"),  # times the trainer's parts, so it calls them
 }
 
@@ -64,7 +65,8 @@ STARTS_THREADS = {"Thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "Proces
 
 
 def files(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    place = ROOT / package
+    return [place] if place.is_file() else sorted(place.rglob("*.py"))
 
 
 def imports(path: Path) -> Iterator[str]:
