@@ -135,8 +135,9 @@ class ThreadsEngine:
         leader, *others = self._parts.drafters
         for drafter in others:
             drafter.flat.weights.copy_(leader.flat.weights)
+            drafter.flat.refresh()
         for device in {d.device for d in self._parts.drafters if d.device.type == "cuda"}:
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(device)  # the others' streams do not wait for the leader's
 
     def collect(self, step: int) -> list[Contribution]:  # noqa: ARG002 - the drafters have only those of this step
         """See Engine."""
@@ -145,7 +146,8 @@ class ThreadsEngine:
 
     def after_update(self) -> None:
         """See Engine."""
-        self.share_weights()
+        if len(self._parts.drafters) > 1:
+            self.share_weights()
 
     def verify_weights(self) -> None:
         """See Engine; they are copies."""

@@ -54,18 +54,20 @@ def serve(config: RunConfig, ranks: Ranks, parts: Parts, policy: CompilePolicy, 
     shape, checksums = states_shape(config, parts, ranks.device), config.transport.checksums
     worker, per_step = parts.targets[0], config.optim.batches_per_step
     with policy.in_worker():
-        if ranks.rank == ranks.roles.targets[0]:
-            with ranks.doing.at("slow", "target states for the warm-up"):
-                for batch in parts.heldout_batches():
-                    send_states(ranks, worker.run(batch), 0, shape, checksums=checksums)()
+        with ranks.doing.at("slow", "target states for the warm-up"):
+            serves = ranks.rank == ranks.roles.targets[0]
+            for batch in parts.heldout_batches() if serves else ():
+                send_states(ranks, worker.run(batch), 0, shape, checksums=checksums)()
+            if policy.warms_up:
                 first = worker.produce(first_step * per_step)
-                for drafter in ranks.roles.drafters if policy.warms_up else ():
+                for drafter in ranks.roles.drafters if serves else ():
                     send_states(ranks, first, drafter, shape, checksums=checksums)()
         queue = SendingQueue(
             ranks, ranks.roles, shape, first=first_step * per_step, end=config.optim.steps * per_step, checksums=checksums
         )
         ranks.stop.stepping = True
-        times = ranks.run_target(queue, worker)
+        with policy.frozen():
+            times = ranks.run_target(queue, worker)
     policy.check()
     ranks.gather(report(policy, [times], [ranks.device]))
 
@@ -97,6 +99,7 @@ class RanksEngine:
     def share_weights(self) -> None:
         """See `dflash.exchange.Engine`."""
         self._ranks.from_leader(self._drafter.flat.weights)
+        self._drafter.flat.refresh()
 
     def collect(self, step: int) -> list[Contribution]:
         """See `dflash.exchange.Engine`. Every drafter takes part, also one without a micro-batch or a valid anchor."""
@@ -175,6 +178,8 @@ class RanksEngine:
         width = self._parts.shape.block_size - 1
         sums = _vector(own[0].sums) if own else torch.zeros(4 + 2 * width, device=self._ranks.device)
         gradients = self._drafter.flat.gradients
+        if not own:
+            gradients.zero_()  # they may hold what the step before left
         self._ranks.sum_over_drafters(gradients)
         self._ranks.sum_over_drafters(sums)
         drafts = [row[2] for row in remarks if row[2] is not None]
