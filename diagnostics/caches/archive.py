@@ -69,7 +69,8 @@ def write(inventory: Inventory, path: Path) -> tuple[Snapshot, list[str]]:
     kept = [entry for entry in inventory.entries if _why_left_out(entry) is None]
     if not any(entry.part in LOOKED_UP for entry in kept):
         raise CacheError(f"{inventory.directory} holds nothing compiled that is of use here ({', '.join(inventory.states)})")
-    left_out = [f"{entry.path}: {why}" for entry in inventory.entries if (why := _why_left_out(entry)) is not None]
+    left_out = [f"{e.path}: {why}" for e in inventory.entries if e.part not in {LOCKS, LEFT} and (why := _why_left_out(e))]
+    left_out += [f"{count} {part}" for part in (LOCKS, LEFT) if (count := sum(e.part == part for e in inventory.entries))]
     manifest: dict[str, Any] = {
         "version": VERSION,
         "kind": "snapshot",

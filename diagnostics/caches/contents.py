@@ -14,6 +14,7 @@ import ast
 import dataclasses
 import json
 import mmap
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
@@ -30,6 +31,9 @@ _KEY = re.compile(rb"\x8c(.)\[([a-z2-7]{40,60})\] torch_version: ", re.DOTALL)
 _DEVICE = re.compile(rb"\] system_info\[device\]: (\{[^\x94]{1,300}?\})")
 _TRITON = re.compile(rb"'triton': '([^']{1,40}?)[0-9a-f]{64}-")
 _RUNS = re.compile(rb"cache_key\x94\x8c\x34(c[a-z2-7]{51})")
+_OF_GRAPHS = re.compile(rb"(f[a-z2-7]{51})\x94")
+_BUNDLED = b"[REPLACE]"  # in the group files of the Triton kernels that a graph brings along
+_KERNEL_FOLDER = re.compile(rb"# kernel path: (/[^\n]{1,1000})/[a-z2-7]{2}/c[a-z2-7]{51}\.py\n")
 _GRAPH_NAME = re.compile(r"^# AOT ID: \['([^']+)'\]", re.MULTILINE)
 _KERNEL = re.compile(r"^(\w+) = async_compile\.(\w+)\(", re.MULTILINE)
 _KERNEL_PATH = re.compile(r"/(c[a-z2-7]{51})\.py\b")
@@ -67,7 +71,7 @@ def _read_file(directory: Path, entry: Entry, file: File, texts: dict[str, str])
             return
         if pickled:
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                _pickle(entry, content)
+                _pickle(entry, content, directory)
         elif entry.part == TRITON:
             stream.seek(0)
             _triton(entry, file.path, stream.read() if file.path.endswith(".json") else b"")
@@ -76,7 +80,7 @@ def _read_file(directory: Path, entry: Entry, file: File, texts: dict[str, str])
             texts[entry.path] = stream.read().decode("utf-8", errors="replace")
 
 
-def _pickle(entry: Entry, content: mmap.mmap) -> None:
+def _pickle(entry: Entry, content: mmap.mmap, directory: Path) -> None:
     versions, key = _VERSIONS.search(content), _KEY.search(content)
     triton, device = _TRITON.search(content), _DEVICE.search(content)
     entry.writer = Writer(
@@ -88,7 +92,11 @@ def _pickle(entry: Entry, content: mmap.mmap) -> None:
         triton=_word(triton, 1),
         device=_device(device[1].decode(errors="replace")) if device else None,
     )
-    entry.refers_to = tuple(sorted({match[1].decode() for match in _RUNS.finditer(content)}))
+    runs = _RUNS if entry.part == GRAPHS else _OF_GRAPHS
+    entry.refers_to = tuple(sorted({match[1].decode() for match in runs.finditer(content)} - {entry.key}))
+    if content.find(_BUNDLED) >= 0:  # its autotuners name the folder in which they were compiled, and read their results there
+        folder = _KERNEL_FOLDER.search(content)
+        entry.bound_to = os.fsdecode(folder[1]) if folder else str(directory)
 
 
 def _torch_key(content: mmap.mmap, match: re.Match[bytes]) -> str:
@@ -170,14 +178,19 @@ def _name_code(found: Sequence[Entry], texts: dict[str, str]) -> None:
 def _pass_on(found: Sequence[Entry]) -> None:
     """Code is of the graph that runs it; a graph is called as its code; a hash of torch is of the version beside it."""
     _resolve_keys(found)
+    graphs = {entry.key: entry for entry in found if entry.part == GRAPHS}
     by_key = {entry.key: entry for entry in found if entry.part in {PYTHON, CPP}}
-    for graph in (entry for entry in found if entry.part == GRAPHS):
+    for graph in graphs.values():
         for key in graph.refers_to:
             if code := by_key.get(key):
                 graph.name = graph.name or code.name
                 for one in (code, *(by_key[inner] for inner in code.refers_to if inner in by_key)):
                     one.graphs.append(graph)
                     one.writer = one.writer or graph.writer
+    for entry in found:
+        if entry.part == AUTOGRAD:
+            names = sorted({graphs[key].name or key[:12] for key in entry.refers_to if key in graphs})
+            entry.name = ", ".join(names) or None
 
 
 def _resolve_keys(found: Iterable[Entry]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from diagnostics.caches import contents, here
-from diagnostics.caches.entries import COMPILED, GRAPHS, LEFT, LOCKS, LOOKED_UP, Entry, Writer, entries, writing_process
+from diagnostics.caches.entries import AUTOGRAD, COMPILED, GRAPHS, LEFT, LOCKS, LOOKED_UP, Entry, Writer, entries, writing_process
 from diagnostics.caches.scan import Scan, scan
 from diagnostics.caches.users import User, alive_since, users
 
@@ -129,8 +129,8 @@ def to_dict(inventory: Inventory, *, listing: bool = True) -> dict[str, Any]:
         "entries": len(found),
         "parts": parts(found),
         "writers": writers(found),
-        "graphs": [_row(entry) for entry in found if entry.part == GRAPHS],
-        "kernels": [_row(entry) for entry in found if entry.part in COMPILED and entry.part != GRAPHS],
+        "graphs": [_row(entry) for entry in found if entry.part in {AUTOGRAD, GRAPHS}],
+        "kernels": [_row(entry) for entry in found if entry.part in COMPILED and entry.part not in {AUTOGRAD, GRAPHS}],
         "torn": [{"path": entry.path, "why": entry.damage} for entry in inventory.torn],
         "users": [asdict(user) for user in inventory.users],
         "hits": None,

@@ -34,7 +34,7 @@ def check(snapshot: Snapshot, directory: Path) -> list[str]:
     if snapshot.bound_to and not wanted & {*snapshot.bound_to, snapshot.directory}:
         count, where = sum(snapshot.bound_to.values()), ", ".join(sorted(snapshot.bound_to))
         raise RefusedError(
-            f"{count} Triton kernels of {snapshot.path} name {where} and are read from there, not from {directory}: "
+            f"{count} graphs and kernels of {snapshot.path} name {where} and are read from there, not from {directory}: "
             f"restore with --directory {where}"
         )
     _check_place(target(directory))
