@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 
+_STEPS = 9
+
 
 class Burner:
-    """After every step, as much standing still or useless work as makes `share` of the whole time.
+    """After every step, as much standing still or useless work as makes `share` of the usual time of a step and its burning.
+
+    Usual is the median of the last steps, so that a run which is paused now and then does not burn for its pauses.
 
     On CPUs the interpreter stands still: the thread sleeps with the GIL, and no other Python thread goes on. GPUs run what is
     already queued, so there every GPU of the run gets bf16 matmuls that fill it for that long, and the leader waits for them.
@@ -23,6 +29,7 @@ class Burner:
         self._gpus = sorted({device for device in devices if device.type == "cuda"}, key=str)
         self._matrices: dict[torch.device, torch.Tensor] = {}
         self._matmul_seconds: dict[torch.device, float] = {}
+        self._step_seconds: deque[float] = deque(maxlen=_STEPS)
         self._ended = time.perf_counter()
 
     def prepare(self) -> None:
@@ -35,9 +42,10 @@ class Burner:
         self._ended = time.perf_counter()
 
     def after_step(self) -> None:
-        """Burn for `share / (1 - share)` of the time since the last burn."""
+        """Burn for `share / (1 - share)` of the usual time between two burns."""
         started = time.perf_counter()
-        seconds = (started - self._ended) * self._share / (1 - self._share)
+        self._step_seconds.append(started - self._ended)
+        seconds = statistics.median(self._step_seconds) * self._share / (1 - self._share)
         for device in self._gpus:
             with torch.cuda.device(device):
                 for _ in range(round(seconds / self._matmul_seconds[device])):

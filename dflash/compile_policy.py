@@ -115,7 +115,7 @@ class CompilePolicy:
     def turn(self, worker: str, work: str, device: torch.device) -> Iterator[None]:
         """One micro-batch of a worker on `device`. Its first one of each kind of work may compile."""
         first = (worker, work) not in self._begun
-        with self._place(device, work, first=first), self._counts.expecting(first):
+        with self._place(device, work, first=first), self._counts.expecting(first), _named_recompiles():
             yield
         self._begun.add((worker, work))
 
@@ -197,6 +197,20 @@ class CompilePolicy:
                 f"Dynamo's settings do not hold in thread {threading.current_thread().name}: found {wrong}, "
                 f"expected {self._settings}; something else in this process sets them"
             )
+
+
+@contextlib.contextmanager
+def _named_recompiles() -> Iterator[None]:
+    """What torch says when it refuses to compile in the frozen state, as RecompileError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "stance is 'fail_on_recompile'" not in str(error):
+            raise
+        raise RecompileError(
+            f"compiled after warm-up, and refused: {error}\nThe guard says what changed: a shape that was not declared, or a "
+            "setting of the process. Keep it as it was in the warm-up, or name the function in --compile.allow-recompiles"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 _GRACE_SECONDS = 20.0
 _TAIL_LINES = 25
@@ -52,57 +52,89 @@ def run_json(command: Sequence[str], *, log: Path, timeout_seconds: float, place
     Raises ChildFailed when it runs longer than `timeout_seconds`, or ends without a JSON object on its last line.
     """
     started = time.monotonic()
-    returncode, output = _run(command, log=log, timeout_seconds=timeout_seconds, place=place)
-    result = _last_object(output.decode(errors="replace"))
-    if result is None:
-        raise ChildFailed(_message(command, f"ended with exit code {returncode} and no JSON on its last line", log))
+    with Running.started(command, log=log, place=place) as running:
+        returncode, result = running.result(timeout_seconds)
     tail = _tail(log.read_bytes())
     return ChildResult(returncode=returncode, result=result, seconds=time.monotonic() - started, stderr_tail=tail)
 
 
 def run_to_success(command: Sequence[str], *, log: Path, timeout_seconds: float, place: Place = HERE) -> None:
     """Run `command` for what it leaves on disk. Raises ChildFailed on any exit code but 0, or after `timeout_seconds`."""
-    returncode, _ = _run(command, log=log, timeout_seconds=timeout_seconds, place=place)
+    with Running.started(command, log=log, place=place) as running:
+        returncode, _ = running.output(timeout_seconds)
     if returncode != 0:
         raise ChildFailed(_message(command, f"ended with exit code {returncode}", log))
 
 
-def _run(command: Sequence[str], *, log: Path, timeout_seconds: float, place: Place) -> tuple[int, bytes]:
-    with log.open("wb") as errors:
-        child = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd=place.directory,
-            env={**os.environ, **place.variables},
-        )
-        try:
-            if place.started:
-                place.started(child.pid)
-            output, _ = child.communicate(timeout=timeout_seconds)
-        except subprocess.TimeoutExpired as error:
-            how = _end(child)
-            raise ChildFailed(_message(command, f"did not end within {timeout_seconds:.0f} s and was {how}", log)) from error
-        except BaseException:
-            _end(child)
-            raise
-    return child.returncode, output
+class Running:
+    """A command that runs in a process group of its own, for those who do more than wait for its end."""
 
+    def __init__(self, command: Sequence[str], process: subprocess.Popen[bytes], log: Path) -> None:
+        self._command = command
+        self._process = process
+        self._log = log
 
-def _end(child: subprocess.Popen[bytes]) -> str:
-    """Ask, wait, kill; says which it took."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGTERM)
-    try:
-        child.communicate(timeout=_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, command: Sequence[str], *, log: Path, place: Place = HERE) -> Iterator[Self]:
+        """Start `command`; its standard error goes to the file `log`. What still runs at the end of the block is ended."""
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd=place.directory,
+                env={**os.environ, **place.variables},
+            )
+            running = cls(command, process, log)
+            try:
+                if place.started:
+                    place.started(process.pid)
+                yield running
+            finally:
+                if process.poll() is None:
+                    running.end()
+
+    def has_ended(self) -> bool:
+        """Whether the command itself has; what it started may go on."""
+        return self._process.poll() is not None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the whole group, if there still is one."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-        return f"killed, because it did not end within {_GRACE_SECONDS:.0f} s of being asked to"
-    return "ended by SIGTERM"
+            os.killpg(self._process.pid, number)
+
+    def output(self, timeout_seconds: float) -> tuple[int, bytes]:
+        """Wait for the end; exit code and standard output. Raises ChildFailed after `timeout_seconds`."""
+        try:
+            output, _ = self._process.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired as error:
+            what = f"did not end within {timeout_seconds:.0f} s and was {self.end()}"
+            raise ChildFailed(_message(self._command, what, self._log)) from error
+        return self._process.returncode, output
+
+    def result(self, timeout_seconds: float) -> tuple[int, dict[str, Any]]:
+        """Wait for the end; exit code and the JSON object on the last line. Raises ChildFailed without one, or in time."""
+        returncode, output = self.output(timeout_seconds)
+        result = _last_object(output.decode(errors="replace"))
+        if result is None:
+            what = f"ended with exit code {returncode} and no JSON on its last line"
+            raise ChildFailed(_message(self._command, what, self._log))
+        return returncode, result
+
+    def end(self) -> str:
+        """Ask, wait, kill, also a group that was stopped; says which it took."""
+        self.send(signal.SIGTERM)
+        self.send(signal.SIGCONT)
+        try:
+            self._process.communicate(timeout=_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.send(signal.SIGKILL)
+            self._process.communicate()
+            return f"killed, because it did not end within {_GRACE_SECONDS:.0f} s of being asked to"
+        return "ended by SIGTERM"
 
 
 def _last_object(output: str) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from dflash.config import ConfigError
 from diagnostics import environment
 from regression import baseline, gate, pairing
 from regression.decision import judge
+from regression.faults import FAULTS
 from regression.history import History, read
 from regression.laws import Outcome, problems
 from regression.measurement import ATTEMPTS, Measurement, measure_until_valid
@@ -45,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--segment-seconds", type=float, metavar="S", help="length of a segment (default 60 on GPUs, 5 on a CPU)")
     group.addoption("--attempts", type=int, default=ATTEMPTS, metavar="R", help=f"of an invalid measurement (default {ATTEMPTS})")
     group.addoption("--burn-share", type=float, default=0.0, metavar="X", help="plant a slowdown, to see that it fails")
+    group.addoption("--plant", choices=sorted(FAULTS), help="plant a fault in the runs, to see that it fails")
     group.addoption("--store", type=Path, metavar="DIR", help="history to read, and to add the measurements to")
     group.addoption(
         "--baselines", type=Path, default=baseline.DIRECTORY, metavar="DIR", help="baselines (default: the committed)"
@@ -66,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--attempts {config.getoption('--attempts')}: use at least 1")
     if config.getoption("--baseline-measurements") < 1:
         raise pytest.UsageError(f"--baseline-measurements {config.getoption('--baseline-measurements')}: use at least 1")
+    if config.getoption("--plant") and (config.getoption("--record-baseline") or config.getoption("--baseline-commit")):
+        raise pytest.UsageError("--plant: a run with a fault is no baseline and is compared with none")
     try:
         chosen_workload(config)
         pairing.check_options(config)
@@ -86,6 +90,7 @@ def chosen_workload(config: pytest.Config) -> RunSpec:
         segments=config.getoption("--segments"),
         segment_seconds=config.getoption("--segment-seconds"),
         planted=planted(config.getoption("--burn-share")),
+        fault=config.getoption("--plant"),
         environment=os.environ,
     )
 

@@ -96,7 +96,7 @@ def measure(
         try:
             child = run_json(spec.command(output), log=log, timeout_seconds=timeout_seconds, place=where)
         except ChildFailed as error:
-            failure = _failure(output, error)
+            failure = failure_of(output, error)
         else:
             result, returncode, seconds = child.result, child.returncode, child.seconds
     speeds.append(controls.run(spec, directory, "after") if with_controls else {})
@@ -155,8 +155,8 @@ def _workers(result: dict[str, Any]) -> list[str]:
     return workers(Topology.parse(result["topology"])) if "topology" in result else []
 
 
-def _failure(output: Path, error: ChildFailed) -> dict[str, Any]:
-    """What the run wrote about its end, or what the parent saw."""
+def failure_of(output: Path, error: ChildFailed) -> dict[str, Any]:
+    """Type and message of what the run wrote about its end, or of what the parent saw."""
     try:
         written: dict[str, Any] = json.loads((output / "failure.json").read_text())
     except (OSError, ValueError):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from regression import ab, gate
 from regression.sides import CACHE, SideError, full_commit
-from regression.spec import planted, workload
+from regression.spec import planted
 from regression.verdict import Kind
 
 
@@ -22,7 +21,8 @@ def add_options(group: pytest.OptionGroup) -> None:
     group.addoption("--baseline-commit", metavar="REV", help="compare with this commit in pairs, not with stored measurements")
     group.addoption("--pairs", type=int, metavar="N", help="with --baseline-commit: exactly so many (default: 8, then 12 and 16)")
     group.addoption("--tolerance", type=float, default=gate.DEFAULT.tolerance, metavar="X", help=f"of pairs: {ab.TOLERANCE_HELP}")
-    group.addoption("--busy-counts", action="store_true", help="of pairs: other processes on the CPUs make no segment INVALID")
+    group.addoption("--busy-counts", action="store_true", help="of pairs: other processes on the CPUs make no pair INVALID")
+    group.addoption("--turns", type=int, default=ab.TURNS, metavar="N", help=f"of pairs: {ab.TURNS_HELP}")
 
 
 def check_options(config: pytest.Config) -> None:
@@ -31,6 +31,8 @@ def check_options(config: pytest.Config) -> None:
         raise ValueError(f"--pairs {config.getoption('--pairs')}: use at least 2")
     if not 0 < config.getoption("--tolerance") < 1:
         raise ValueError(f"--tolerance {config.getoption('--tolerance')}: use a share above 0 and below 1, for instance 0.05")
+    if config.getoption("--turns") < 1:
+        raise ValueError(f"--turns {config.getoption('--turns')}: use at least 1")
     commit = config.getoption("--baseline-commit")
     if commit and config.getoption("--record-baseline"):
         raise ValueError("--record-baseline and --baseline-commit exclude each other: a WIN writes the baseline itself")
@@ -44,7 +46,7 @@ def compare(config: pytest.Config, directory: Path, *, timeout_seconds: float, t
     try:
         return ab.compare(
             option("--baseline-commit"),
-            workload(option("--gpus"), segments=1, segment_seconds=option("--segment-seconds"), environment=os.environ),
+            ab.pair_workload(option("--gpus"), option("--segment-seconds")),
             directory,
             cache=CACHE,
             timeout_seconds=timeout_seconds,
@@ -52,6 +54,7 @@ def compare(config: pytest.Config, directory: Path, *, timeout_seconds: float, t
             rule=gate.rule_for(tolerance=option("--tolerance"), pairs=option("--pairs")),
             planted=planted(option("--burn-share")),
             busy_counts=option("--busy-counts"),
+            turns=option("--turns"),
             heard=lambda one: tell(f"pair {one.number}: {one.baseline:,.1f} baseline, {one.candidate:,.1f} candidate"),
         )
     except SideError as error:

@@ -22,13 +22,13 @@ INTERVAL_SECONDS = 1.0
 
 
 class Sampler:
-    """Samples from `__enter__` to `__exit__`. `before` is taken at once; `child` is told when the run has started."""
+    """Samples from `__enter__` to `__exit__`. `before` is taken at once; `started` is told when a run has."""
 
     def __init__(self, gpus: Sequence[str] | None) -> None:
         """`gpus`: NVML indices or UUIDs of the GPUs to watch; None: no GPU."""
         self.before: Sample
         self.samples: list[Sample] = []
-        self.child: int | None = None
+        self.children: list[int] = []
         self.failure: BaseException | None = None
         self._gpus = gpus
         self._stop = threading.Event()
@@ -42,8 +42,8 @@ class Sampler:
         return self._watch.xids_unobserved
 
     def started(self, child: int) -> None:
-        """The process id of the run."""
-        self.child = child
+        """The process id of a run."""
+        self.children.append(child)
 
     def __enter__(self) -> Self:
         self._watch.__enter__()
@@ -86,12 +86,12 @@ class Sampler:
         return self._gpus is not None and (str(one.index) in self._gpus or one.uuid in self._gpus)
 
     def _processes(self) -> list[psutil.Process]:
-        if self.child is None:
-            return []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child = psutil.Process(self.child)
-            return [child, *child.children(recursive=True)]
-        return []
+        found = []
+        for number in self.children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child = psutil.Process(number)
+                found += [child, *child.children(recursive=True)]
+        return found
 
     def _foreign_share(self, processes: Sequence[psutil.Process]) -> float | None:
         """Of all CPUs' time since the sample before; None in the first sample, and when the run began or ended between."""

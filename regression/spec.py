@@ -33,6 +33,7 @@ class RunSpec:
     segment_seconds: float
     overrides: tuple[str, ...] = ()  # further flags of `python -m dflash train`, implied by the name
     planted: tuple[str, ...] = ()  # flags that are not part of the name: a planted slowdown belongs to the series it slows
+    fault: str | None = None  # of `regression.faults`; no part of the name, as `planted`
     visible: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES names: indices or UUIDs
     python: str = sys.executable
 
@@ -67,7 +68,8 @@ class RunSpec:
 
     def _train(self, output: Path, *, steps: int) -> list[str]:
         flags = ("--preset", self.preset, "--output", str(output), "--optim.steps", str(steps), "--telemetry.wandb", "off")
-        return [self.python, "-m", "dflash", "train", *flags, *self.overrides]
+        program = ("dflash",) if self.fault is None else ("regression.faults", self.fault)
+        return [self.python, "-m", *program, "train", *flags, *self.overrides]
 
 
 def workload(
@@ -76,13 +78,20 @@ def workload(
     segments: int = SEGMENTS,
     segment_seconds: float | None = None,
     planted: tuple[str, ...] = (),
+    fault: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> RunSpec:
     """The standard run for `gpus` GPUs, the first of those that CUDA_VISIBLE_DEVICES in `environment` names."""
     if gpus == 0:
         seconds = CPU_SEGMENT_SECONDS if segment_seconds is None else segment_seconds
         return RunSpec(
-            preset=CPU_PRESET, gpus=0, segments=segments, segment_seconds=seconds, overrides=_CPU_OVERRIDES, planted=planted
+            preset=CPU_PRESET,
+            gpus=0,
+            segments=segments,
+            segment_seconds=seconds,
+            overrides=_CPU_OVERRIDES,
+            planted=planted,
+            fault=fault,
         )
     return RunSpec(
         preset=GPU_PRESET,
@@ -91,6 +100,7 @@ def workload(
         segment_seconds=GPU_SEGMENT_SECONDS if segment_seconds is None else segment_seconds,
         overrides=() if gpus == 1 else ("--topology", str(topology(gpus)), "--devices", "cuda"),
         planted=planted,
+        fault=fault,
         visible=visible_gpus(gpus, (environment or {}).get("CUDA_VISIBLE_DEVICES")),
     )
 

@@ -49,6 +49,22 @@ def test_a_new_shape_after_the_freeze_names_the_guard() -> None:
                 call(torch.ones(5, 4))
 
 
+def test_a_refused_compile_in_a_worker_says_what_it_is_and_what_to_do() -> None:
+    policy = make()
+    call = policy.compiled(nn.Linear(4, 2))
+    cpu = torch.device("cpu")
+    with policy.watching():
+        with policy.turn("drafter-0", "training", cpu):
+            call(torch.ones(3, 4))
+        with policy.frozen(), policy.turn("drafter-0", "training", cpu):
+            pass
+        refused = pytest.raises(RecompileError, match=r"^compiled after warm-up(.|\n)*size mismatch(.|\n)*allow-recompiles")
+        with policy.frozen(), refused, policy.turn("drafter-0", "training", cpu):
+            call(torch.ones(5, 4))
+        with policy.frozen(), pytest.raises(RuntimeError, match=r"^another$"), policy.turn("drafter-0", "training", cpu):
+            raise RuntimeError("another")
+
+
 def test_runs_and_calls_are_counted_apart() -> None:
     policy = make()
     call = policy.compiled(nn.Linear(4, 2))

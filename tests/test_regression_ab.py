@@ -8,33 +8,44 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_regression import SERIES, failed, measurement
+from helpers_regression import SERIES, measurement
 
 from regression import ab, baseline, sampler, sides, validity
 from regression.ab import Pairs
+from regression.alternation import TurnsResult
 from regression.gate import Pair
 from regression.measurement import Measurement
 from regression.sides import Side, SideError, baseline_side, dependencies_hash, environment_of
 from regression.spec import RunSpec
 
-# Prints what a measuring run prints; its throughput is the number in rate.txt of the code that runs.
+# Does what a measuring run does in turns: steps until SIGTERM; its throughput is the number in rate.txt of the code that runs.
 TRAINER = """
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
 if "--measure" not in sys.argv or not pathlib.Path("can_measure").exists():
     sys.exit("Unrecognized options: --measure")
-rate, began = float(pathlib.Path(__file__).parent.parent.joinpath("rate.txt").read_text()), time.time()
-time.sleep(0.1)  # a segment has a length, in which the parent samples the machine
+rate = float(pathlib.Path(__file__).parent.parent.joinpath("rate.txt").read_text())
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+output = pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
+output.mkdir()
+with output.joinpath("events.jsonl").open("a", buffering=1) as events:
+    events.write(json.dumps({"name": "notice", "fields": {"text": "steady after 3 steps"}}) + "\\n")
+    before = time.time()
+    while not asked:
+        time.sleep(0.002)  # a step
+        now = time.time()
+        events.write(json.dumps({"name": "step", "time_seconds": now, "fields": {"tokens": 2 * rate * (now - before)}}) + "\\n")
+        before = now
 workers = [{"worker": name, "items": 1} for name in ("target-0", "drafter-0")]
-segment = {"began": began, "ended": time.time(), "compiles": 0, "workers": workers}
-measure = {"incomplete": None, "segments": [segment], "num_devices": 2, "tokens_per_second": rate,
-           "tokens_per_second_per_device": rate}
-print(json.dumps({"topology": "1t+1d", "measure": measure, "python": sys.executable}))
+measure = {"incomplete": "the run ended", "segments": [], "num_devices": 2}
+print(json.dumps({"topology": "1t+1d", "measure": measure, "workers": workers}))
 """
+TURNS = ("--segment-seconds", "0.2", "--turns", "1")
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -71,15 +82,15 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_side_runs_its_own_code_and_every_pair_is_a_line(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = ab.main(["--baseline", "old", "--pairs", "2", "--output", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")])
+    code = ab.main(["--baseline", "old", "--pairs", "2", "--output", str(tmp_path / "out"), *TURNS])
     told = capsys.readouterr()
     assert code == 1, told.err
     *lines, verdict = [json.loads(line) for line in told.out.splitlines()]
-    assert lines == [{"number": number, "baseline": 200.0, "candidate": 100.0} for number in (1, 2)]
+    assert lines == [{"number": number, "baseline": pytest.approx(200.0), "candidate": pytest.approx(100.0)} for number in (1, 2)]
     assert (verdict["kind"], round(verdict["loss"], 6), verdict["pairs"]) == ("FAIL", 0.5, 2)
     assert "FAIL" in told.err
-    segments = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert segments == ["000-baseline", "001-candidate", "002-candidate", "003-baseline"]
+    runs = {path.name for path in (tmp_path / "out").iterdir()}
+    assert runs == {"001-1-baseline", "001-1-candidate", "002-1-baseline", "002-1-candidate"}
     assert len(git(repository, "worktree", "list").splitlines()) == 1
 
 
@@ -87,7 +98,7 @@ def test_without_a_number_of_pairs_the_gate_asks_and_decides(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert repository.exists()
-    assert ab.main(["--baseline", "old", "--output", str(tmp_path / "out")]) == 1
+    assert ab.main(["--baseline", "old", "--output", str(tmp_path / "out"), *TURNS]) == 1
     *lines, verdict = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 8
     assert (verdict["kind"], verdict["pairs"], verdict["loss"]) == ("FAIL", 8, pytest.approx(0.5))
@@ -105,11 +116,11 @@ def test_a_commit_against_itself_passes_and_a_planted_slowdown_is_the_candidate_
         return commands[output.parent.name]
 
     monkeypatch.setattr(RunSpec, "command", command)
-    arguments = ["--baseline", "old", "--pairs", "2", "--output", str(tmp_path / "out"), "--burn-share", "0.1"]
+    arguments = ["--baseline", "old", "--pairs", "2", "--output", str(tmp_path / "out"), "--burn-share", "0.1", *TURNS]
     assert ab.main(arguments) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kind"] == "PASS"
     burning = [name for name, words in commands.items() if "--measure.burn-share" in words]
-    assert burning == ["001-candidate", "002-candidate"]
+    assert sorted(burning) == ["001-1-candidate", "002-1-candidate"]
 
 
 def test_a_win_measures_the_working_tree_and_writes_its_baseline(
@@ -123,9 +134,9 @@ def test_a_win_measures_the_working_tree_and_writes_its_baseline(
         taken.append(directory)
         return measurement(per_device=400.0, time=f"2026-01-01T00:0{len(taken)}:00+00:00")
 
-    original = ab.measurement.measure
-    monkeypatch.setattr(ab.measurement, "measure", lambda spec, *a, **k: (original if spec.segments == 1 else one)(spec, *a, **k))
+    monkeypatch.setattr(ab.measurement, "measure", one)
     arguments = ["--baseline", "old", "--pairs", "2", "--output", str(tmp_path / "out"), "--baselines", str(tmp_path / "new")]
+    arguments += TURNS
     assert ab.main(arguments) == 0
     told = capsys.readouterr()
     assert json.loads(told.out.splitlines()[-1])["kind"] == "WIN"
@@ -243,40 +254,39 @@ def test_other_packages_get_an_environment_made_once(repository: Path, tmp_path:
 SIDES = (Side(name="baseline", directory=Path("b"), python="p"), Side(name="candidate", directory=Path("c"), python="p"))
 
 
-def pairs_of(measured: dict[str, list[Measurement]], order: list[str], told: list[str]) -> Pairs:
-    def segment(side: Side, number: int) -> Measurement:
-        assert number == len(order)
-        order.append(side.name)
-        return measured[side.name].pop(0)
+def pairs_of(found: list[TurnsResult], names: list[str], told: list[str]) -> Pairs:
+    def run(order: Sequence[Side], name: str) -> TurnsResult:
+        names.append(f"{name} {order[0].name}")
+        return found.pop(0)
 
-    return Pairs(SIDES, segment, tell=told.append)
+    return Pairs(SIDES, run, tell=told.append)
+
+
+def rates(baseline: float, candidate: float) -> TurnsResult:
+    return TurnsResult(rates={"baseline": baseline, "candidate": candidate})
 
 
 def test_pairs_alternate_and_go_on_where_they_stopped() -> None:
-    order: list[str] = []
-    rates = {
-        name: [measurement(per_device=base + n) for n in range(3)] for name, base in (("baseline", 10.0), ("candidate", 20.0))
-    }
-    pairs = pairs_of(rates, order, [])
+    names: list[str] = []
+    pairs = pairs_of([rates(10.0 + n, 20.0 + n) for n in range(3)], names, [])
     assert list(pairs(1)) == [Pair(number=1, baseline=10.0, candidate=20.0)]
     assert list(pairs(2)) == [Pair(number=2, baseline=11.0, candidate=21.0), Pair(number=3, baseline=12.0, candidate=22.0)]
-    assert "".join(name[0] for name in order) == "bccbbc"
+    assert names == ["001-1 baseline", "002-1 candidate", "003-1 baseline"]
 
 
-def test_an_invalid_segment_is_measured_again_and_a_hopeless_pair_is_given_up() -> None:
+def test_an_invalid_pair_is_measured_again_and_a_hopeless_one_is_given_up() -> None:
     told: list[str] = []
-    busy = measurement(invalid=("busy",))
-    one, two = measurement(per_device=1.0), measurement(per_device=2.0)
-    pairs = pairs_of({"baseline": [busy, one, busy, busy, busy, one], "candidate": [two, two, two]}, [], told)
+    busy, good = TurnsResult(rates=rates(5.0, 5.0).rates, invalid=("busy",)), rates(1.0, 2.0)
+    pairs = pairs_of([busy, good, busy, busy, busy, good], [], told)
     assert list(pairs(3)) == [Pair(number=1, baseline=1.0, candidate=2.0), Pair(number=3, baseline=1.0, candidate=2.0)]
     assert len(pairs.given_up) == 1
     assert sum("INVALID: busy" in line for line in told) == 4
 
 
-def test_a_side_that_does_not_run_ends_the_comparison() -> None:
-    pairs = pairs_of({"baseline": [failed("ChildFailed", "no")], "candidate": []}, [], [])
-    with pytest.raises(SideError, match="the baseline in b failed, ChildFailed: no"):
-        list(pairs(1))
+def test_a_pair_without_a_rate_does_not_count() -> None:
+    pairs = pairs_of([TurnsResult(rates={"baseline": 1.0})] * 3, [], told := [])
+    assert list(pairs(1)) == []
+    assert sum("INVALID: no throughput" in line for line in told) == 3
 
 
 @pytest.mark.parametrize(
@@ -288,6 +298,7 @@ def test_a_side_that_does_not_run_ends_the_comparison() -> None:
         ["--segment-seconds", "0"],
         ["--output", "."],
         ["--tolerance", "0"],
+        ["--turns", "0"],
     ],
 )
 def test_bad_usage_is_told(change: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
