@@ -19,7 +19,11 @@ TOP_LEVEL = {*PACKAGES, *ROOT_FILES, "tests", ".ci"}
 ARROWS = {
     "dflash": ("dflash",),
     "diagnostics": ("diagnostics", "dflash.fx", "dflash.events"),  # of any program: never the trainer's insides
-    "regression": ("regression", "diagnostics.records", "diagnostics.gpu", "diagnostics.environment", "dflash.config"),
+    "regression": (
+        "regression",
+        *("diagnostics.records", "diagnostics.gpu", "diagnostics.environment", "diagnostics.compile_cache"),
+        "dflash.config",
+    ),
     "fixtures": ("fixtures", "dflash"),
 }
 
@@ -43,7 +47,7 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     *("dflash.decoding.tree", "dflash.decoding.tree_cost"),
     *("diagnostics.records", "diagnostics.catalogue", "diagnostics.findings", "diagnostics.gpu", "diagnostics.report"),
     *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
-    *("diagnostics.triage", "diagnostics.timeline", "diagnostics.logs.speed"),
+    *("diagnostics.triage", "diagnostics.timeline", "diagnostics.compile_cache", "diagnostics.logs.speed"),
     *("regression.spec", "regression.child", "regression.records", "regression.store", "regression.validity"),
     *("regression.sampler", "regression.interval", "regression.controls", "regression.measurement", "regression.laws"),
     *(
@@ -56,7 +60,7 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     ),
     *("regression.verdict", "regression.gate", "regression.watch", "regression.acceptance", "regression.simulate"),
     "regression.simulate_machine",
-    *("regression.change_points", "regression.secondary", "regression.line", "regression.caches"),
+    *("regression.change_points", "regression.secondary", "regression.line"),
     *("regression.report", "regression.tables", "regression.changes", "regression.junit", "regression.mirror"),
 )
 STARTS_THREADS = {"Thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "Process", "init_process_group"}
