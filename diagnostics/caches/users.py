@@ -47,7 +47,7 @@ def users(directory: Path, files: Iterable[File]) -> tuple[list[User], list[str]
             hidden += _is_a_program(_PROC / name)
         except OSError:
             continue  # it has ended
-    notes = [f"{hidden} processes, of other users as a rule, may not be looked at: whether they use the cache"] if hidden else []
+    notes = [f"whether {hidden} processes that may not be looked at (other users' as a rule) use the cache"] if hidden else []
     return sorted(found, key=lambda user: user.pid), notes
 
 
