@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers_caches import SEEN, graph, ours, tree, triton_kernel, write
+from helpers_caches import SEEN, TRITON_KEY, graph, ours, tree, triton_kernel, write
 
 from diagnostics import compile_cache
 from diagnostics.caches import trash
@@ -68,6 +68,9 @@ def test_each_rule_moves_its_own_entries_and_undo_brings_every_byte_back(cache: 
     ):
         assert run("prune", *rule, "--yes", "--no-torch", "--directory", cache) == 0
         assert gone(before, cache) == expected
+        assert (cache / "triton" / "0" / TRITON_KEY).exists() == (
+            "--foreign" not in rule
+        )  # an empty one would be taken for a kernel
         thrown = trash.thrown(cache)[-1]
         assert {*(tree(thrown.content) or {})} == expected
         assert run("prune", "--undo", "--yes", "--directory", cache) == 0

@@ -191,6 +191,9 @@ def test_a_cut_or_changed_snapshot_is_refused_or_gives_the_same_cache(cache: Pat
         else:
             assert tree(there / str(number)) == snapped
     assert refused > 70
+    damaged.write_bytes(whole.replace(b'"kind": "snapshot"', b'"kind": "snapshop"').replace(b'"torch": "2.', b'"torch": "3.'))
+    with pytest.raises(CacheError, match="its manifest has another hash"):
+        archive.read(damaged)
     old = changed(cache)
     assert run("restore", damaged, "--directory", cache, "--yes") in {0, 2}
     damaged.write_bytes(whole[: whole.index(b"\x7fELF")] + b"\x7fElF" + whole[whole.index(b"\x7fELF") + 4 :])
