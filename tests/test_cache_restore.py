@@ -179,8 +179,8 @@ def test_kernels_that_name_their_folder_are_restored_there_and_nowhere_else(
 def test_a_cut_or_changed_snapshot_is_refused_or_gives_the_same_cache(cache: Path, snapshot: Path, tmp_path: Path) -> None:
     whole, snapped = snapshot.read_bytes(), tree(cache)
     there, damaged, refused = tmp_path / "there", tmp_path / "damaged.tar", 0
-    cuts = [whole[:size] for size in range(0, len(whole), len(whole) // 20)]
-    flips = [whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :] for at in range(0, len(whole), len(whole) // 60)]
+    cuts = [whole[:size] for size in range(0, len(whole), len(whole) // 10)]
+    flips = [whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :] for at in range(0, len(whole), len(whole) // 30)]
     for number, content in enumerate((*cuts, *flips)):
         damaged.write_bytes(content)
         there.mkdir(exist_ok=True)
@@ -190,7 +190,7 @@ def test_a_cut_or_changed_snapshot_is_refused_or_gives_the_same_cache(cache: Pat
             refused += 1
         else:
             assert tree(there / str(number)) == snapped
-    assert refused > 70
+    assert refused > 35
     damaged.write_bytes(whole.replace(b'"kind": "snapshot"', b'"kind": "snapshop"').replace(b'"torch": "2.', b'"torch": "3.'))
     with pytest.raises(CacheError, match="its manifest has another hash"):
         archive.read(damaged)
