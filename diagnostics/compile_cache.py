@@ -38,6 +38,8 @@ from diagnostics.caches.errors import CacheError
 from diagnostics.caches.options import MAX_ROWS, parser
 from diagnostics.output import say, width, write_text
 
+_MAX_TOLD = 20
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do one command; returns the exit code."""
@@ -55,16 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(directory: Path | None = None) -> dict[str, Any]:
-    """The cache as JSON values, without the list of its files, for a report; `directory` is None, with a reason, without one.
+    """The cache as a few JSON values for a report; `directory` is None, with a reason, where there is none.
 
-    Imports no torch: what only torch can tell is "not observed".
+    Imports no torch: what only torch can tell is not observed. Of long lists the beginning; no command lines of processes.
     """
     place = directory or here.inductor_directory()
     try:
         found = inventory.to_dict(inventory.take(place, ask_torch=False), listing=False)
     except CacheError as error:
         return {"directory": None, "reason": f"{error}; TORCHINDUCTOR_CACHE_DIR would name another"}
-    return {name: value for name, value in found.items() if name not in {"graphs", "kernels"}}
+    kept = {name: value for name, value in found.items() if name not in {"graphs", "kernels", "users"}}
+    cut = {name: kept[name][:_MAX_TOLD] for name in ("torn", "problems", "not_observed", "writers")}
+    return {**kept, **cut, "num_torn": len(found["torn"]), "num_users": len(found["users"])}
 
 
 def _inventory(options: argparse.Namespace, console: Console) -> int:

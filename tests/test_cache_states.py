@@ -95,7 +95,10 @@ def test_the_device_decides_too_and_triton_tells_its_own(tmp_path: Path, monkeyp
     reasons = {entry.part: entry.foreign for entry in take(tmp_path).entries if entry.name != "cuda_utils"}
     assert reasons[GRAPHS] == "written for NVIDIA H200, here is NVIDIA H200 NVL (cuda sm100)"
     assert reasons[TRITON] == "written for cuda sm90, here is NVIDIA H200 NVL (cuda sm100)"
-    values |= {"gpus": ["NVIDIA H200 (cuda sm90)"], "triton": "3.7.1", "python_abi": "cpython-313-x86_64-linux-gnu"}
+    graph(tmp_path, 1, {**SEEN["H200"], "device": "NVIDIA H200 MIG 1g.18gb"})
+    values |= {"gpus": ["NVIDIA H200 (cuda sm90)"]}
+    assert take(tmp_path).foreign == []
+    values |= {"triton": "3.7.1", "python_abi": "cpython-313-x86_64-linux-gnu"}
     reasons = {entry.name or "": entry.foreign for entry in take(tmp_path).entries if entry.part == TRITON}
     assert reasons["addk"] == "written by triton 3.6.0, here is 3.7.1"
     assert reasons["cuda_utils"] == "written by Python 312, here is cpython-313-x86_64-linux-gnu"
@@ -144,11 +147,12 @@ def test_damage_is_named(tmp_path: Path, path: str, content: bytes, why: str) ->
 
 
 @contextlib.contextmanager
-def holding(path: Path) -> Iterator[int]:
+def holding(path: Path, **variables: str) -> Iterator[int]:
     """A live process that has this file open."""
     with subprocess.Popen(
-        [sys.executable, "-c", WAITING, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+        [sys.executable, "-c", WAITING, str(path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables},
+    ) as process:  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "open\n"
@@ -177,6 +181,17 @@ def test_two_live_processes_contend_and_a_cache_in_use_is_neither_replaced_nor_p
         assert capsys.readouterr().err.count(f"is in use: process {one}") == 2
         assert tree(tmp_path) == before
     assert take(cache).users == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc here: users are not observed, which the inventory says")
+def test_a_process_that_only_names_the_folder_is_told_and_stops_nothing(tmp_path: Path) -> None:
+    cache, link = tmp_path / "cache", tmp_path / "link"
+    graph(cache, 1, ours())
+    link.symlink_to(cache)
+    with holding(write(tmp_path / "elsewhere", ""), TORCHINDUCTOR_CACHE_DIR=str(link)) as pid:
+        (user,) = take(cache).users
+        assert (user.pid, user.holds, user.how) == (pid, False, "has TORCHINDUCTOR_CACHE_DIR set to it")
+        assert compile_cache.main(["prune", "--max-bytes", "0", "--yes", "--directory", str(cache)]) == 0
 
 
 def test_what_is_no_cache_is_told_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,6 +297,8 @@ def test_a_summary_for_a_report_has_parts_and_states_or_a_reason(tmp_path: Path,
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     found = compile_cache.summary()
     assert (found["directory"], found["states"], found["files"]) == (str(tmp_path), ["warm"], 5)
+    assert (found["num_torn"], found["num_users"]) == (0, 0)
+    assert "users" not in found
     assert {row["part"] for row in found["parts"]} == {AUTOGRAD, GRAPHS, PYTHON, CPP}
     nothing = compile_cache.summary(tmp_path / "nothing")
     assert nothing["directory"] is None

@@ -174,7 +174,9 @@ def _cpu_flags() -> list[str] | None:
 
 
 def _is(gpu: str, device: str) -> bool:
-    return gpu.startswith(f"{device} (") or gpu.endswith(f" ({device})")
+    """Whether a device that an entry names is `gpu`, or a part of it."""
+    name, _, architecture = gpu.partition(" (")
+    return device in {name, architecture.rstrip(")")} or device.startswith(f"{name} MIG ")
 
 
 def _gpus() -> list[str]:

@@ -76,7 +76,7 @@ def _how(process: Path, directory: Path, *, locks: bool) -> tuple[bool, str] | N
     wanted = os.fsencode(directory)
     for variable in variables:
         name, _, value = variable.partition(b"=")
-        if name in {b"TORCHINDUCTOR_CACHE_DIR", b"TRITON_CACHE_DIR"} and os.path.normpath(value) == wanted:
+        if name in {b"TORCHINDUCTOR_CACHE_DIR", b"TRITON_CACHE_DIR"} and os.path.realpath(value) == wanted:
             return False, f"has {name.decode()} set to it"
     return None
 
