@@ -143,6 +143,10 @@ def _prune(options: argparse.Namespace, console: Console) -> int:
         raise CacheError("say what to prune: --older-than-days, --max-bytes, --foreign, --torn (or --undo, --empty-trash)")
     found = inventory.take(options.directory, ask_torch=not options.no_torch)
     chosen = prune.choose(found, rules, time.time())
+    young = [entry.path for entry in found.torn if rules.torn and prune.is_young(entry, time.time())]
+    views.print_notes(
+        console, "not moved", [f"{path}: torn, but may be being written: it is younger than 10 minutes" for path in young]
+    )
     if not chosen:
         console.print(f"nothing to prune in {escape(str(found.directory))}", highlight=False)
         return 0
@@ -184,7 +188,8 @@ def _confirm(options: argparse.Namespace, question: str) -> None:
         return
     if not sys.stdin.isatty():
         raise CacheError(f"{question} Nothing was changed: nobody can be asked here, so say it with --yes")
-    if input(f"{question} [y/N] ").strip().lower() not in {"y", "yes"}:
+    say(f"{question} [y/N]")
+    if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
         raise CacheError("nothing was changed")
 
 

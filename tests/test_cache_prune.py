@@ -39,6 +39,7 @@ def cache(tmp_path: Path) -> Path:
     graph(folder, 3, SEEN["H200"], kernel="three")
     torn = graph(folder, 4, ours(), kernel="four")["fx"]
     torn.write_bytes(torn.read_bytes()[:-1])
+    aged({"torn": torn}, 0.1)
     triton_kernel(folder, named=folder)
     aged({"stranger": write(folder / "notes.txt", "mine"), "lock": write(folder / "locks" / "a.lock", "")}, 1000)
     return folder
@@ -84,6 +85,18 @@ def test_an_old_entry_that_was_read_lately_stays(cache: Path, tmp_path: Path) ->
         os.utime(cache / name, (time.time() - DAY, (cache / name).stat().st_mtime))
     assert run("prune", "--older-than-days", "30", "--yes", "--no-torch", "--directory", cache) == 0
     assert tree(cache) == before
+
+
+def test_what_looks_torn_and_is_young_may_be_being_written_and_stays(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph(cache, 5, ours(), kernel="five")["so"].write_bytes(b"\x7fELF")
+    young = write(cache / "ab" / ".99999999.1.tmp", "half")
+    before = tree(cache)
+    assert run("prune", "--torn", "--yes", "--no-torch", "--directory", cache) == 0
+    assert [name[:8] for name in gone(before, cache)] == ["fxgraph/"]
+    assert capsys.readouterr().out.count("may be being written") == 2
+    os.utime(young, (time.time() - 700, time.time() - 700))
+    assert run("prune", "--torn", "--yes", "--no-torch", "--directory", cache) == 0
+    assert not young.exists()
 
 
 def test_by_size_the_longest_unused_go_and_no_more_than_needed(cache: Path, tmp_path: Path) -> None:
@@ -164,7 +177,7 @@ def test_a_prune_asks_and_takes_only_yes(cache: Path, monkeypatch: pytest.Monkey
             return True
 
     before = tree(cache)
-    for answer, code in (("\n", 2), ("no\n", 2), ("y\n", 0)):
+    for answer, code in (("", 2), ("\n", 2), ("no\n", 2), ("y\n", 0)):
         assert tree(cache) == before
         monkeypatch.setattr("sys.stdin", Terminal(answer))
         assert run("prune", "--torn", "--no-torch", "--directory", cache) == code

@@ -16,7 +16,7 @@ from typing import Any
 
 from diagnostics.caches import contents, here
 from diagnostics.caches.entries import AUTOGRAD, COMPILED, GRAPHS, LEFT, LOCKS, LOOKED_UP, Entry, Writer, entries, writing_process
-from diagnostics.caches.scan import Scan, scan
+from diagnostics.caches.scan import Scan, opened, scan
 from diagnostics.caches.users import User, alive_since, users
 
 VERSION = 1
@@ -98,7 +98,7 @@ def _judge(inventory: Inventory, *, ask_torch: bool) -> None:
 
 
 def _left_over(entry: Entry) -> str | None:
-    """Torn, unless the process that is writing it lives."""
+    """Torn, unless the process that is writing it lives here; one of another machine or container cannot be seen."""
     pid = writing_process(entry.path)
     if pid is not None and alive_since(pid, entry.newest_ns):
         return None
@@ -108,7 +108,8 @@ def _left_over(entry: Entry) -> str | None:
 def _dead_lock(directory: Path, entry: Entry) -> str | None:
     """Locks of the kind that holds as long as the file is there name a process; the usual ones are empty and block nobody."""
     try:
-        word = (directory / entry.files[0].path).read_text(encoding="utf-8", errors="replace").split()[:1]
+        with opened(directory / entry.files[0].path) as file:
+            word = file.read(100).decode(errors="replace").split()[:1]
     except OSError:
         return None
     if not word or not word[0].isdigit() or alive_since(int(word[0]), entry.newest_ns):

@@ -18,6 +18,7 @@ from diagnostics.caches.inventory import Inventory
 from diagnostics.caches.trash import Thrown
 
 _DAY_SECONDS = 86400.0
+_YOUNG_SECONDS = 600.0  # what looks torn may be being written, by a compiler or on another machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ def choose(inventory: Inventory, rules: Rules, now_seconds: float) -> list[tuple
     going: dict[str, tuple[Entry, str]] = {}
     for entry in able:
         age_days = (now_seconds - used_ns(entry) / 1e9) / _DAY_SECONDS
-        if rules.torn and entry.damage is not None:
+        if rules.torn and entry.damage is not None and not is_young(entry, now_seconds):
             going[entry.path] = (entry, f"torn: {entry.damage}")
         elif rules.foreign and entry.foreign is not None:
             going[entry.path] = (entry, f"foreign: {entry.foreign}")
@@ -49,6 +50,11 @@ def choose(inventory: Inventory, rules: Rules, now_seconds: float) -> list[tuple
     if rules.max_bytes is not None:
         _until_small(able, going, rules.max_bytes, sum(file.size_bytes for file in inventory.scan.files))
     return sorted(going.values(), key=lambda pair: (pair[0].part not in {AUTOGRAD, GRAPHS}, pair[0].path))
+
+
+def is_young(entry: Entry, now_seconds: float) -> bool:
+    """Whether somebody may still be writing it."""
+    return now_seconds - entry.newest_ns / 1e9 < _YOUNG_SECONDS
 
 
 def used_ns(entry: Entry) -> int:
