@@ -77,7 +77,7 @@ def test_an_entry_without_a_version_is_told_by_its_hash_of_torchs_sources(
     found = inventory.take(tmp_path)
     assert found.states == ("cold", "foreign")
     assert found.notes[:1] == [] or "no version" not in found.notes[0]
-    assert inventory.writers(found.entries)[0]["torch"] == f"hash {seen['hash'][:12]}"
+    assert inventory.writers(found.entries)[0]["torch_hash"] == seen["hash"]
     monkeypatch.setattr(here, "torch_key", lambda: seen["key"])
     found = inventory.take(tmp_path)
     assert found.states == ("warm",)

@@ -31,7 +31,7 @@ _KEY = re.compile(rb"\x8c(.)\[([a-z2-7]{40,60})\] torch_version: ", re.DOTALL)
 _DEVICE = re.compile(rb"\] system_info\[device\]: (\{[^\x94]{1,300}?\})")
 _TRITON = re.compile(rb"'triton': '([^']{1,40}?)[0-9a-f]{64}-")
 _RUNS = re.compile(rb"cache_key\x94\x8c\x34(c[a-z2-7]{51})")
-_OF_GRAPHS = re.compile(rb"(f[a-z2-7]{51})\x94")
+_OF_GRAPHS = re.compile(rb"\x8c\x34(f[a-z2-7]{51})\x94")
 _BUNDLED = b"[REPLACE]"  # in the group files of the Triton kernels that a graph brings along
 _KERNEL_FOLDER = re.compile(rb"# kernel path: (/[^\n]{1,1000})/[a-z2-7]{2}/c[a-z2-7]{51}\.py\n")
 _GRAPH_NAME = re.compile(r"^# AOT ID: \['([^']+)'\]", re.MULTILINE)
@@ -41,6 +41,7 @@ _CPP_BODY = re.compile(r'extern "C".*?(?=\'\'\'|\n// Python bindings to call)', 
 _TRITON_NAME = re.compile(r"^def (triton_\w+)\(", re.MULTILINE)
 _LIBRARY = re.compile(r"\.cpython-(\d+)[-.]")
 _MAX_TEXT_BYTES = 4 << 20
+_BEFORE_BYTES, _AFTER_BYTES = 64, 1200  # of a marker: where the words around it are looked for
 
 
 def read(directory: Path, found: Sequence[Entry]) -> list[str]:
@@ -81,8 +82,8 @@ def _read_file(directory: Path, entry: Entry, file: File, texts: dict[str, str])
 
 
 def _pickle(entry: Entry, content: mmap.mmap, directory: Path) -> None:
-    versions, key = _VERSIONS.search(content), _KEY.search(content)
-    triton, device = _TRITON.search(content), _DEVICE.search(content)
+    versions, key = _first(content, b"# torch version: ", _VERSIONS), _first(content, b"] torch_version: ", _KEY)
+    triton, device = _first(content, b"'triton': '", _TRITON), _first(content, b"] system_info[device]: ", _DEVICE)
     entry.writer = Writer(
         torch=_word(versions, 1),
         cuda=_word(versions, 2),
@@ -92,11 +93,23 @@ def _pickle(entry: Entry, content: mmap.mmap, directory: Path) -> None:
         triton=_word(triton, 1),
         device=_device(device[1].decode(errors="replace")) if device else None,
     )
-    runs = _RUNS if entry.part == GRAPHS else _OF_GRAPHS
-    entry.refers_to = tuple(sorted({match[1].decode() for match in runs.finditer(content)} - {entry.key}))
+    if entry.part == AUTOGRAD:
+        entry.refers_to = tuple(sorted({match[1].decode() for match in _OF_GRAPHS.finditer(content)}))
+    elif runs := _first(content, b"cache_key\x94", _RUNS):
+        entry.refers_to = (runs[1].decode(),)
     if content.find(_BUNDLED) >= 0:  # its autotuners name the folder in which they were compiled, and read their results there
-        folder = _KERNEL_FOLDER.search(content)
+        folder = _first(content, b"# kernel path: /", _KERNEL_FOLDER)
         entry.bound_to = os.fsdecode(folder[1]) if folder else str(directory)
+
+
+def _first(content: mmap.mmap, marker: bytes, pattern: re.Pattern[bytes]) -> re.Match[bytes] | None:
+    """The first match of `pattern` near a `marker`: finding bytes is many times as fast as matching along megabytes."""
+    at = content.find(marker)
+    while at >= 0:
+        if match := pattern.search(content, max(0, at - _BEFORE_BYTES), at + _AFTER_BYTES):
+            return match
+        at = content.find(marker, at + 1)
+    return None
 
 
 def _torch_key(content: mmap.mmap, match: re.Match[bytes]) -> str:

@@ -1,6 +1,6 @@
 """What lies in a compile cache: parts, graphs, kernels, who wrote them, what is torn, who uses it - and its states.
 
-States, several at once: "absent" no folder · "cold" nothing compiled · "warm" entries that are of use here ·
+States, several at once: "absent" no folder · "cold" nothing of use here · "warm" entries of use here, as far as is observed ·
 "foreign" entries of another torch, Triton, CUDA, Python or device · "torn" cut-off or empty entries, files of a writer that
 died · "contended" two live processes or two users use it. Whether a run hit or missed the cache is kept nowhere on disk:
 `last_read_seconds` is what the file system tells, and fxprobe counts hits and misses while a program runs.
@@ -164,22 +164,17 @@ def parts(found: Sequence[Entry]) -> list[dict[str, Any]]:
 
 def writers(found: Sequence[Entry]) -> list[dict[str, Any]]:
     """Entries and bytes by who wrote them; what says nothing is one row of its own."""
+    names = ("torch", "torch_hash", "torch_git", "cuda", "triton", "device", "foreign")
     totals: dict[tuple[Any, ...], list[int]] = {}
     for entry in found:
-        if entry.part not in COMPILED:
-            continue
-        w = entry.writer or Writer()
-        total = totals.setdefault(
-            (w.torch or (w.torch_hash and f"hash {w.torch_hash[:12]}"), w.torch_git, w.cuda, w.triton, w.device, entry.foreign),
-            [0, 0],
-        )
-        total[0] += 1
-        total[1] += entry.size_bytes
-    return [
-        {"torch": torch, "torch_git": git, "cuda": cuda, "triton": triton, "device": device, "foreign": foreign,
-         "entries": count, "bytes": size}
-        for (torch, git, cuda, triton, device, foreign), (count, size) in sorted(totals.items(), key=lambda item: -item[1][1])
-    ]  # fmt: skip
+        if entry.part in COMPILED:
+            w = entry.writer or Writer()
+            short = None if w.torch else w.torch_hash
+            total = totals.setdefault((w.torch, short, w.torch_git, w.cuda, w.triton, w.device, entry.foreign), [0, 0])
+            total[0] += 1
+            total[1] += entry.size_bytes
+    largest = sorted(totals.items(), key=lambda item: -item[1][1])
+    return [{**dict(zip(names, values, strict=True)), "entries": count, "bytes": size} for values, (count, size) in largest]
 
 
 def last_read_seconds(found: Sequence[Entry]) -> float | None:

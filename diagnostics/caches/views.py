@@ -96,7 +96,7 @@ def _writers(rows: Sequence[dict[str, Any]]) -> Table:
         "Written by",
         ("torch", "CUDA", "Triton", "device", "entries", "size", "of use here"),
         tuple(
-            (row["torch"] or _NOT_OBSERVED, row["cuda"] or "", row["triton"] or "", row["device"] or "", f"{row['entries']:,}",
+            (_torch(row), row["cuda"] or "", row["triton"] or "", row["device"] or "", f"{row['entries']:,}",
              megabytes(row["bytes"]), _use(row))
             for row in rows
         ),
@@ -106,7 +106,11 @@ def _writers(rows: Sequence[dict[str, Any]]) -> Table:
 def _use(row: dict[str, Any]) -> str:
     if row["foreign"]:
         return f"no: {row['foreign']}"
-    return "yes" if row["torch"] or row["triton"] else _NOT_OBSERVED
+    return "yes" if row["torch"] or (row["triton"] and not row["torch_hash"]) else _NOT_OBSERVED
+
+
+def _torch(row: dict[str, Any]) -> str:
+    return row["torch"] or (f"hash {row['torch_hash'][:12]}" if row["torch_hash"] else _NOT_OBSERVED)
 
 
 def _compiled(title: str, rows: Sequence[dict[str, Any]]) -> Table:
