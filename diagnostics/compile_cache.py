@@ -16,8 +16,8 @@ Exit codes: 0 fine · 1 found: a cache that is foreign, torn or contended, a dif
 cache in use · 2 bad usage or input, --yes is missing · 3 something could not be looked at: nothing was changed.
 
 Limits: a cache keeps no count of hits. What a C++ kernel was built for is known only through its graph. Some 0.6 s for a
-cache of 353 MB on a free core; from torch 2.14 on entries name no version but a hash of torch's sources, to compare which imports torch (5 s;
-not with --no-torch).
+cache of 353 MB on a free core; from torch 2.14 on entries name no version but a hash of torch's sources, to compare which
+imports torch (5 s; not with --no-torch).
 """
 
 from __future__ import annotations
