@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,12 +71,13 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy) -> Par
     events.record("phase", text=f"building {len(placement.drafters)} drafters")
     for number, device in enumerate(placement.drafters):
         ends = FrozenEnds.from_model(model, device=device, dtype=_ends_dtype(device))
-        drafters.append(DrafterModelWorker(f"drafter-{number}", config, shape, ends, device, policy))
-    if config.drafter.init == "target":
-        start_from_target(drafters[0].drafter, model)  # the leader's weights are copied to all before the first step
+        # The leader's weights are copied to all before the first step.
+        start = functools.partial(start_from_target, model=model) if config.drafter.init == "target" and number == 0 else None
+        drafters.append(DrafterModelWorker(f"drafter-{number}", config, shape, ends, device, policy, start=start))
     targets = []
     for number, ((target, _), device) in enumerate(zip(models, placement.targets, strict=True)):
-        runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl")
+        compiled = policy.compiled if config.compile.target else None
+        runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl", compiled=compiled)
         targets.append(TargetModelWorker(f"target-{number}", runner, stream, device, policy))
     return Parts(
         stream=stream,

@@ -91,6 +91,13 @@ class LossSums:
     accepted: Tensor  # scalar fp32, sum over blocks of the accepted prefix length (bonus not included)
     blocks: Tensor  # scalar fp32, blocks with at least one supervised position
 
+    def on_host(self) -> Self:
+        """The same sums on the CPU, without their graph; one copy, which waits for the device."""
+        parts = [getattr(self, f.name).detach() for f in dataclasses.fields(self)]
+        values = torch.split(torch.cat([part.reshape(-1) for part in parts]).cpu(), [part.numel() for part in parts])
+        named = zip(dataclasses.fields(self), values, parts, strict=True)
+        return dataclasses.replace(self, **{f.name: value.view(part.shape) for f, value, part in named})
+
     def detach(self) -> Self:
         """The same sums without their graph."""
         values = {f.name: getattr(self, f.name).detach() for f in dataclasses.fields(self)}

@@ -74,13 +74,13 @@ class CompileCounts:
         finally:
             self._thread.expects = before
 
-    def counting_calls(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def counting_calls(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` (compiled), each call counted."""
 
-        def call(*args: Any) -> torch.Tensor:
+        def call(*args: Any, **named: Any) -> Any:
             with self._lock:
                 self._calls += 1
-            return function(*args)
+            return function(*args, **named)
 
         return call
 

@@ -9,8 +9,9 @@
 | `none` | at once | nothing: for measuring what the others are worth |
 | `eager` | never, and nobody else does | |
 
-Each drafter's forward is one `torch.compile(fullgraph=True, dynamic=False)` graph. After a worker's first micro-batch of a kind
-(training, validation) a compile is a failure, and so is a call that ran no graph, everywhere.
+Each drafter's forward is one `torch.compile(fullgraph=True, dynamic=False)` graph; the scoring of logits and the target's layers
+may be compiled, too (`--compile.loss`, `--compile.target`). After a worker's first micro-batch of a kind (training, validation) a
+compile is a failure, and so is a call that ran no graph, everywhere.
 
 Isolated policies run backward in the calling thread: autograd's device thread is one for all threads of a GPU, can wait for the
 compile lock that another thread holds (F8), and has none of the caller's settings from torch 2.12. Settings of Dynamo are
@@ -73,8 +74,8 @@ class CompilePolicy:
         """Whether the main thread runs everything once before other threads exist."""
         return self.config.policy in {"prewarm", "eager"}
 
-    def compiled(self, module: nn.Module) -> Callable[..., torch.Tensor]:
-        """The module as the policy lets it run. Raises ConfigError on an unknown backend."""
+    def compiled(self, module: nn.Module | Callable[..., Any]) -> Callable[..., Any]:
+        """The module or function as the policy lets it run. Raises ConfigError on an unknown backend."""
         if self.config.policy == "eager":
             return module
         return self._counts.counting_calls(torch.compile(module, fullgraph=True, dynamic=False, backend=self._backend))

@@ -115,6 +115,7 @@ class OptimConfig:
     beta2: float = 0.95
     weight_decay: float = 0.0  # on matrices only
     clip: float = 1.0
+    bf16_copies: bool = False  # GPUs: multiply by bf16 copies of the matrices, made once a step (dflash.flat)
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, f"optim.steps is {self.steps}: use at least 1")
@@ -137,6 +138,8 @@ class CompileConfig:
 
     policy: Literal["prewarm", "isolate", "lock", "force", "none", "eager"] = "prewarm"  # see dflash/compile_policy.py
     backend: str = "inductor"
+    target: bool = False  # compile the target's layers, too (dflash.modeling.runner)
+    loss: bool = False  # compile the scoring of logits, too (dflash.modeling.head_scores)
     allow_recompiles: tuple[str, ...] = ()  # names of functions that may compile after warm-up
     cache: Path | None = None  # directory for compiled code, see dflash/compile_cache.py; None: torch's own place
 

@@ -2,6 +2,10 @@
 
 One flat fp32 tensor of weights and one of gradients make summing over drafters, clipping, the optimizer and copying weights
 back a handful of calls each, independent of the number of layers. Matrices come first, so that weight decay is one slice.
+
+With copies (`--optim.bf16-copies`, on GPUs) the module multiplies by bf16 copies of its matrices, which `refresh` makes once a
+step, and their gradients are bf16, as under autocast, which would cast both in every micro-batch; `collect_gradients` adds them
+up in fp32.
 """
 
 from __future__ import annotations
@@ -17,9 +21,12 @@ ALIGNMENT = 64  # elements; keeps every parameter aligned for vector loads
 
 
 class FlatParameters:
-    """Moves a module's parameters and gradients into two flat fp32 tensors of which they become views."""
+    """Moves a module's parameters and gradients into two flat fp32 tensors of which they become views.
 
-    def __init__(self, module: nn.Module) -> None:
+    With a `compute_dtype` that is true of vectors only: matrices become views of copies in that dtype.
+    """
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
         named = sorted(module.named_parameters(), key=lambda item: (item[1].dim() < 2, item[0]))
         self.offsets: dict[str, int] = {}
         total = 0
@@ -33,11 +40,39 @@ class FlatParameters:
         self.shapes = {name: parameter.shape for name, parameter in named}
         self.weights = torch.zeros(total, dtype=torch.float32, device=device)
         self.gradients = torch.zeros(total, dtype=torch.float32, device=device)
+        matrices = None if compute_dtype is None else torch.empty(self.num_matrix_elements, dtype=compute_dtype, device=device)
+        self._matrices = matrices
+        self._computing = [(p, self.view(self.gradients, name)) for name, p in named if matrices is not None and p.dim() >= 2]
+        self._collected = False  # whether the gradients of matrices hold a sum, and not what was left of the last step
         for name, parameter in named:
-            view = self.view(self.weights, name)
-            view.copy_(parameter.detach())
-            parameter.data = view
-            parameter.grad = self.view(self.gradients, name)
+            self.view(self.weights, name).copy_(parameter.detach())
+            computes = matrices is not None and parameter.dim() >= 2
+            parameter.data = self.view(matrices if computes else self.weights, name)  # type: ignore[arg-type]  # not None then
+            parameter.grad = None if computes else self.view(self.gradients, name)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Let the module compute with the flat weights as they are now. Call it after every change of them."""
+        if self._matrices is not None:
+            self._matrices.copy_(self.weights[: self.num_matrix_elements])
+
+    @torch.no_grad()
+    def collect_gradients(self) -> None:
+        """Add what backward left in the parameters of another dtype to the flat gradients. Call it after every backward."""
+        for parameter, total in self._computing:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if self._collected:
+                total.add_(parameter.grad)
+            else:
+                total.copy_(parameter.grad)
+            parameter.grad = None
+        self._collected = True
+
+    def clear_gradients(self) -> None:
+        """Start a new sum of gradients."""
+        self.gradients[0 if self._matrices is None else self.num_matrix_elements :].zero_()
+        self._collected = False  # the next gradients of matrices are written over the old ones
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The part of a flat tensor that belongs to one parameter, in its shape."""
@@ -88,18 +123,23 @@ class FlatAdamW:
         betas = (config.beta1, config.beta2)
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
 
-    def step(self, step: int, *, total_weight: float) -> tuple[float, float]:
-        """Divide the summed gradients by `total_weight`, clip, update. Returns (gradient norm before clipping, learning rate)."""
-        gradients = self._flat.gradients
-        gradients.div_(total_weight)
-        norm = float(torch.linalg.vector_norm(gradients))
-        if norm > self._config.clip:
-            gradients.mul_(self._config.clip / norm)
+    def norm(self, total_weight: float) -> float:
+        """Norm of the summed gradients divided by `total_weight`; not finite where one of them is not. Waits for the device."""
+        return float(torch.linalg.vector_norm(self._flat.gradients)) / total_weight
+
+    def step(self, step: int, *, total_weight: float, norm: float) -> float:
+        """Update by the summed gradients divided by `total_weight`, clipped by their `norm`. Returns the learning rate.
+
+        The gradients are used up: the kernel that updates divides them, because two passes over them would take as long as it.
+        """
         rate = learning_rate(self._config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        divisor = total_weight * max(1.0, norm / self._config.clip)
+        self.optimizer.grad_scale = torch.full((), divisor, device=self._flat.weights.device)  # type: ignore[attr-defined]  # AMP's way
         self.optimizer.step()
-        return norm, rate
+        self._flat.refresh()
+        return rate
 
     def moments(self) -> dict[str, Tensor]:
         """First and second moments as flat tensors `exp_avg` and `exp_avg_sq` (zeros before the first step), and `step`."""

@@ -100,6 +100,7 @@ class Trainer:
             checkpoint.check_resumable(resumed, self._config, self._leader.shape)
             for name, view in self._leader.flat.named(self._leader.flat.weights).items():
                 view.copy_(resumed.weights[name])
+            self._leader.flat.refresh()
             self._optimizer.load_moments(resumed.moments)
             self._steps_done = resumed.step
             events.record("notice", text=f"resumed after step {resumed.step}")
@@ -161,9 +162,10 @@ class Trainer:
     def finish_step(self, step: int) -> bool:
         """Sum, update, copy, report, and save if it is time. Returns whether to go on."""
         parts = sorted((c for d in self._parts.drafters for c in d.take_contributions()), key=lambda c: c.first_index)
-        sums = add_sums([part.sums for part in parts])
+        sums = add_sums([part.sums for part in parts]).on_host()
         norm, rate = self._update(step, parts, sums)
-        self._copy_weights()
+        if len(self._parts.drafters) > 1:
+            self._copy_weights()
         self._steps_done = step + 1
         self._report(step, parts, sums, norm, rate)
         self._step_started += self._acceptance.after_step(self._steps_done, parts, self._validation)
@@ -233,7 +235,8 @@ class Trainer:
             return 0.0, 0.0
         flat = self._leader.flat
         sum_gradients(parts, flat.gradients)
-        if not bool(torch.isfinite(flat.gradients.sum())):
+        norm = self._optimizer.norm(weight)
+        if not math.isfinite(norm):
             name = flat.first_non_finite(flat.gradients)
             if name is not None:
                 samples = sorted({s for part in parts for b in part.batches for row in b.sample_ids for s in row})
@@ -242,14 +245,16 @@ class Trainer:
                     f"{', '.join(samples[:8])}{f' and {len(samples) - 8} more' if len(samples) > 8 else ''}. "
                     f"The last good checkpoint is kept"
                 )
-        norm, rate = self._optimizer.step(step, total_weight=weight)
+        rate = self._optimizer.step(step, total_weight=weight, norm=norm)
         for drafter in self._parts.drafters:
             drafter.clear_gradients()
         return norm, rate
 
     def _copy_weights(self) -> None:
+        """Give the leader's weights to the others, whose streams do not wait for the leader's."""
         for drafter in self._parts.drafters[1:]:
             drafter.flat.weights.copy_(self._leader.flat.weights)
+            drafter.flat.refresh()
         for device in {d.device for d in self._parts.drafters if d.device.type == "cuda"}:
             torch.cuda.synchronize(device)
 

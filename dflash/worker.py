@@ -16,12 +16,13 @@ from torch.cuda import comm
 
 from dflash.batch import LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
-from dflash.config import RunConfig
+from dflash.config import ConfigError, RunConfig
 from dflash.data.packing import PackedStream
 from dflash.flat import FlatParameters
 from dflash.modeling.attention import build_mask
 from dflash.modeling.draft_collector import DraftCollector
 from dflash.modeling.drafter import Drafter, DrafterShape, block_inputs
+from dflash.modeling.head_scores import Score, score
 from dflash.modeling.loss import draft_loss
 from dflash.modeling.masks import BlockLayout
 from dflash.modeling.target import FrozenEnds, TargetRunner
@@ -77,18 +78,33 @@ class DrafterModelWorker:
     """One drafter replica: fp32 weights in one flat tensor, forward and backward under autocast where the device has bf16."""
 
     def __init__(
-        self, name: str, config: RunConfig, shape: DrafterShape, ends: FrozenEnds, device: torch.device, policy: CompilePolicy
+        self,
+        name: str,
+        config: RunConfig,
+        shape: DrafterShape,
+        ends: FrozenEnds,
+        device: torch.device,
+        policy: CompilePolicy,
+        *,
+        start: Callable[[Drafter], None] | None = None,
     ) -> None:
-        """The replica on `device`, with weights drawn from the run's seed: equal on every device."""
+        """The replica on `device`, with weights drawn there from the run's seed; `start` may change them.
+
+        CPUs and GPUs draw different numbers. The drafters of a run are made equal by the trainer.
+        """
         self.name = name
         self.device = device
         self._policy = policy
         self.shape = shape
         self.ends = ends
         self._config = config
-        self.drafter = Drafter(shape, generator=torch.Generator().manual_seed(config.seed)).to(device).train()
-        self.flat = FlatParameters(self.drafter)
+        with device:  # a billion numbers are drawn in no time on a GPU, and in ten seconds and more on a CPU
+            self.drafter = Drafter(shape, generator=torch.Generator(device).manual_seed(config.seed)).to(device).train()
+        if start is not None:
+            start(self.drafter)
+        self.flat = FlatParameters(self.drafter, _copies(config, device))
         self._forward: Callable[..., Tensor] = policy.compiled(self.drafter)
+        self._score: Score = policy.compiled(score) if config.compile.loss else score
         self._contributions: list[Contribution] = []
 
     def accumulate(self, states: TargetStates) -> None:
@@ -98,12 +114,17 @@ class DrafterModelWorker:
 
     def _accumulate(self, states: TargetStates) -> None:
         collector = self._collector() if self._estimates(states.batch) else None
+        sums = self.forward_and_backward(states, collector)
+        if not bool(torch.isfinite(sums.loss)):  # waits for everything on this thread's stream
+            raise NonFiniteError(self._describe_non_finite(states))
+        self._add(states.batch, sums.detach(), collector.counts if collector else None)
+
+    def forward_and_backward(self, states: TargetStates, collector: DraftCollector | None = None) -> LossSums:
+        """Add the gradients of states on this worker's device to the flat ones. Does not wait for the device."""
         sums = self._loss_through(states, self._forward, collector)
         sums.loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        if not bool(torch.isfinite(sums.loss)):
-            raise NonFiniteError(self._describe_non_finite(states))
-        synchronize(self.device)
-        self._add(states.batch, sums.detach(), collector.counts if collector else None)
+        self.flat.collect_gradients()
+        return sums
 
     @torch.no_grad()
     def validate(self, states: TargetStates) -> LossSums:
@@ -127,7 +148,7 @@ class DrafterModelWorker:
 
     def clear_gradients(self) -> None:
         """Start a new optimizer step."""
-        self.flat.gradients.zero_()
+        self.flat.clear_gradients()
 
     def loss(self, states: TargetStates) -> LossSums:
         """Loss sums of states on this worker's device."""
@@ -169,6 +190,7 @@ class DrafterModelWorker:
             block_size=self.shape.block_size,
             final_hidden=states.final_hidden,
             collector=collector,
+            score=self._score,
         )
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -193,7 +215,7 @@ class DrafterModelWorker:
         if self.device.type == "cpu":
             # Kept apart per micro-batch: the order of summation, and so every bit, is the same for any number of drafters.
             gradients = gradients.clone()
-            self.flat.gradients.zero_()
+            self.flat.clear_gradients()
         self._contributions.append(
             Contribution(first_index=batch.index, gradients=gradients, sums=sums, batches=(batch,), drafts=drafts)
         )
@@ -259,6 +281,15 @@ def sum_gradients(parts: list[Contribution], out: Tensor) -> None:
         total = total + tensor
     if total is not out:
         out.copy_(total)
+
+
+def _copies(config: RunConfig, device: torch.device) -> torch.dtype | None:
+    """The dtype of the copies of matrices, None without copies. Raises ConfigError on a CPU, which trains in fp32."""
+    if not config.optim.bf16_copies:
+        return None
+    if device.type != "cuda":
+        raise ConfigError(f"optim.bf16-copies is for GPUs, the drafter is on {device}, where it trains in fp32: leave it out")
+    return torch.bfloat16
 
 
 def synchronize(device: torch.device) -> None:

@@ -54,3 +54,16 @@ def test_two_compiled_drafters_in_bf16_start_equal_and_stay_close(tmp_path: Path
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)  # summed in another order
     assert found[0] == pytest.approx(found[1], rel=2e-3)
     assert all((r["recompiles_after_warmup"], r["fallbacks"], r["fx_errors"]) == (0, 0, 0) for r in results)
+
+
+@pytest.mark.parametrize(
+    "lever", [{"compile": {"loss": True}}, {"compile": {"target": True}}, {"optim": {"bf16_copies": True}}], ids=str
+)
+def test_a_lever_changes_losses_by_rounding_at_most_and_recompiles_nothing(
+    tmp_path: Path, lever: dict[str, dict[str, bool]]
+) -> None:
+    plain = {"drafter": {"attention": "flex"}, "compile": {"policy": "prewarm"}}
+    faster = plain | {section: plain.get(section, {}) | fields for section, fields in lever.items()}
+    results = [train(make_config(tmp_path / name, **(fields | ONE))) for name, fields in (("plain", plain), ("faster", faster))]
+    assert losses(tmp_path / "faster") == pytest.approx(losses(tmp_path / "plain"), rel=2e-3)
+    assert all((r["recompiles_after_warmup"], r["fallbacks"], r["fx_errors"]) == (0, 0, 0) for r in results)

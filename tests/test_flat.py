@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from modeling_batches import lively_drafter, random_tensor, tiny_shape
 from torch import nn
 
 from dflash.config import OptimConfig
 from dflash.flat import ALIGNMENT, FlatAdamW, FlatParameters, learning_rate
+from dflash.modeling.drafter import Drafter
 
 
 def small_module() -> nn.Module:
@@ -50,10 +52,50 @@ def test_flat_adamw_equals_adamw_on_separate_parameters_with_decay_on_matrices_o
         theirs.step()
         flat.gradients.zero_()
         module(inputs).square().sum().backward()
-        found, _ = ours.step(step, total_weight=3.0)
+        found = ours.norm(3.0)
+        ours.step(step, total_weight=3.0, norm=found)
         assert found == pytest.approx(float(norm), rel=1e-5)
     for expected, parameter in zip(reference.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
+
+
+def bf16_step(module: Drafter, seed: int) -> None:
+    """Backward of a forward pass that multiplies in bf16, with other inputs for every seed."""
+    embeds, features = random_tensor(1, 8, 32, seed=seed).bfloat16(), random_tensor(1, 10, 96, seed=seed + 1).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = module(embeds, torch.arange(8)[None], features, torch.arange(10)[None], None)
+    hidden.float().square().sum().backward()
+
+
+def test_bf16_copies_of_matrices_compute_and_add_up_what_autocast_does_bit_for_bit() -> None:
+    reference, module = lively_drafter(tiny_shape()), lively_drafter(tiny_shape())
+    theirs, ours = FlatParameters(reference), FlatParameters(module, torch.bfloat16)
+    assert {p.dtype for p in module.parameters() if p.dim() >= 2} == {torch.bfloat16}
+    assert {p.dtype for p in module.parameters() if p.dim() < 2} == {torch.float32}
+    optimizers = [FlatAdamW(flat, OptimConfig(steps=4, learning_rate=0.01)) for flat in (theirs, ours)]
+    for step in range(2):
+        for micro_batch in range(3):
+            for flat, drafter in ((theirs, reference), (ours, module)):
+                bf16_step(drafter, seed=10 * step + 2 * micro_batch)
+                flat.collect_gradients()
+        assert theirs.gradients.any()
+        assert torch.equal(theirs.gradients, ours.gradients)
+        for flat, optimizer in zip((theirs, ours), optimizers, strict=True):
+            optimizer.step(step, total_weight=2.0, norm=optimizer.norm(2.0))
+            flat.clear_gradients()
+        assert torch.equal(theirs.weights, ours.weights)
+
+
+def test_a_step_from_which_one_matrix_got_no_gradient_counts_it_as_zero() -> None:
+    module = small_module()
+    flat = FlatParameters(module, torch.bfloat16)
+    flat.gradients.fill_(9.0)
+    flat.clear_gradients()
+    module[2].weight.grad = torch.ones_like(module[2].weight)
+    flat.collect_gradients()
+    found = flat.named(flat.gradients)
+    assert (found["2.weight"] == 1).all()
+    assert not any(found[name].any() for name in found if name != "2.weight")
 
 
 def test_moments_survive_a_round_trip_bit_for_bit() -> None:
@@ -62,12 +104,12 @@ def test_moments_survive_a_round_trip_bit_for_bit() -> None:
     flats = [FlatParameters(first), FlatParameters(second)]
     optimizers = [FlatAdamW(flat, config) for flat in flats]
     flats[0].gradients.fill_(0.3)
-    optimizers[0].step(0, total_weight=1.0)
+    optimizers[0].step(0, total_weight=1.0, norm=optimizers[0].norm(1.0))
     flats[1].weights.copy_(flats[0].weights)
     optimizers[1].load_moments(optimizers[0].moments())
     for flat, optimizer in zip(flats, optimizers, strict=True):
         flat.gradients.fill_(0.7)
-        optimizer.step(1, total_weight=1.0)
+        optimizer.step(1, total_weight=1.0, norm=optimizer.norm(1.0))
     assert torch.equal(flats[0].weights, flats[1].weights)
 
 

@@ -146,7 +146,7 @@ def test_never_more_rows_of_logits_than_one_chunk(kind: Any, monkeypatch: pytest
     batch = packed_batch([[30], [30]], length=32, anchors=[[1, 5, 28], [3]], num_anchors=4, vocabulary=VOCABULARY)
     hidden, final_hidden = random_tensor(2, 16, HIDDEN).requires_grad_(), random_tensor(2, 32, HIDDEN, seed=1)
     rows: list[int] = []
-    exact = FrozenEnds.logits
+    exact = FrozenEnds.raw_logits
 
     def counted(self: FrozenEnds, states: Tensor) -> Tensor:
         rows.append(states.shape[0])
@@ -158,10 +158,10 @@ def test_never_more_rows_of_logits_than_one_chunk(kind: Any, monkeypatch: pytest
         kept.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(FrozenEnds, "logits", counted)
+    monkeypatch.setattr(FrozenEnds, "raw_logits", counted)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         sums = draft_loss(hidden, make_ends(), batch, LossConfig(kind=kind, chunk_tokens=5), 4, final_hidden)
-    chunks = [5, 5, 5, 5, 4]
+    chunks = [5, 5, 5, 5, 5]  # of 24 rows: equally long, one row twice
     assert rows == (chunks if kind != "kl" else [size for size in chunks for _ in ("drafter", "target")])
     assert max(kept) <= hidden.numel()  # nothing of the size of the logits waits for backward
     sums.loss.backward()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash.modeling.head_scores import capped
 from dflash.modeling.tree_estimate import DraftCounts, count_drafts, top_marginals
 
 
@@ -31,12 +32,12 @@ class DraftCollector:
         self._rows = (self._chosen[:, None] * positions + torch.arange(positions)).flatten()
         self._kept = []
 
-    def look(self, start: int, logits: Tensor) -> None:
-        """Keep what is wanted of `logits` [rows, V], whose first row has the number `start`. In order, under no_grad."""
+    def look(self, start: int, logits: Tensor, softcap: float | None) -> None:
+        """Keep what is wanted of uncapped `logits` [rows, V], whose first row has the number `start`. In order, under no_grad."""
         first, end = torch.searchsorted(self._rows, torch.tensor([start, start + len(logits)])).tolist()
         if end > first:
             rows = (self._rows[first:end] - start).to(logits.device)
-            self._kept.append(top_marginals(logits[rows], self._budget))
+            self._kept.append(top_marginals(capped(logits[rows], softcap), self._budget))
 
     def finish(self, labels: Tensor, supervised: Tensor) -> None:
         """Count, by the labels and their supervision [R, N, D]."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dflash.config import ConfigError
 from dflash.modeling.anatomy import text_config, text_decoder
+from dflash.modeling.head_scores import capped
 
 # Relative deviation allowed between these ends and the target's own, in the coarser of both dtypes.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -66,18 +67,14 @@ class FrozenEnds(nn.Module):
         return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] fp32 of hidden states [..., H] after a final norm, soft-capped as the target does.
+        """Logits [..., V] fp32 of hidden states [..., H] after a final norm, soft-capped as the target does."""
+        return capped(self.raw_logits(hidden), self.softcap)
 
-        The product is computed in the head's dtype, as in the target, also under autocast.
-        """
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """The head's product [..., V], without a cap, in the head's dtype: as in the target, also under autocast."""
         with torch.autocast(hidden.device.type, enabled=False):
             weight = self.head_weight
-            logits = F.linear(hidden.to(weight.dtype), weight).float()
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-    def softcap_slope(self, logits: Tensor) -> Tensor | None:
-        """Derivative of capped logits by the uncapped ones, [..., V] fp32; None without a cap."""
-        return None if self.softcap is None else 1.0 - (logits / self.softcap).square()
+            return F.linear(hidden.to(weight.dtype), weight)
 
     @torch.inference_mode()
     def _compare(self, model: Any) -> None:

@@ -9,22 +9,24 @@ distribution at anchor+k-1, same weights; `dpace`, cross-entropy weighted by the
 
 All logits of a step would take M*V numbers (7680 * 151936 * 4 bytes = 4.7 GB for one row of 512 anchors). The head is
 frozen, so only the gradient by the hidden states is needed, and for one row of logits it is known as soon as the logits
-are: it is computed chunk by chunk in the forward pass, and the logits are dropped.
+are: it is computed chunk by chunk in the forward pass, and the logits are dropped. Chunks are equally long, because what scores
+them may be compiled for one shape: the last one begins a little earlier and repeats some rows where they do not divide.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dflash.batch import LossSums, PackedBatch
 from dflash.config import ConfigError, LossConfig
 from dflash.modeling.draft_collector import DraftCollector
 from dflash.modeling.ends import FrozenEnds
+from dflash.modeling.head_scores import Score, score
 
 _PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -65,12 +67,14 @@ def draft_loss(
     block_size: int,
     final_hidden: Tensor | None = None,
     collector: DraftCollector | None = None,
+    score: Score = score,
 ) -> LossSums:
     """Loss sums of a micro-batch; `loss` carries the gradient by `hidden`.
 
     hidden [R, N*B, H] from the drafter; ends, batch and final_hidden (the target's head input [R, S, H], for kl only) on
     the same device. At most `config.chunk_tokens` rows of logits exist at one time (for kl, and as many of the target's).
-    `collector` sees the logits, too. Raises ConfigError for kl without final_hidden.
+    `collector` sees the logits, too; `score` stands in for that of `head_scores`, compiled.
+    Raises ConfigError for kl without final_hidden.
     """
     if config.kind == "kl" and final_hidden is None:
         raise ConfigError("loss.kind is kl, but the target's final hidden states were not kept: keep them, or use ce or dpace")
@@ -79,7 +83,7 @@ def draft_loss(
     rows = hidden.reshape(*grid[:2], block_size, -1)[:, :, 1:].flatten(0, 2)
     teacher = _teacher_index(batch, block_size) if config.kind == "kl" else None
     wants_gradient = torch.is_grad_enabled() and rows.requires_grad
-    task = _HeadTask(ends, labels.flatten(), final_hidden, teacher, config.chunk_tokens, wants_gradient, collector)
+    task = _HeadTask(ends, labels.flatten(), final_hidden, teacher, config.chunk_tokens, wants_gradient, collector, score)
     if collector is not None:
         collector.begin(labels)
     loss, log_likelihood, correct = _HeadLoss.apply(rows, task)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -132,6 +136,7 @@ class _HeadTask:
     chunk_tokens: int
     wants_gradient: bool
     collector: DraftCollector | None
+    score: Score
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -142,9 +147,10 @@ class _HeadLoss(torch.autograd.Function):
         loss, log_likelihood = (torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device) for _ in range(2))
         correct = torch.empty(rows.shape[0], dtype=torch.bool, device=rows.device)
         gradient = torch.empty_like(rows) if task.wants_gradient else None
-        for start in range(0, rows.shape[0], task.chunk_tokens):
-            part = slice(start, start + task.chunk_tokens)
-            _head_chunk(task, part, rows, loss, log_likelihood, correct, gradient)
+        seen = 0
+        for part in chunks(rows.shape[0], task.chunk_tokens):
+            _head_chunk(task, part, rows, loss, log_likelihood, correct, gradient, seen=seen)
+            seen = part.stop
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(log_likelihood, correct)
@@ -156,39 +162,40 @@ class _HeadLoss(torch.autograd.Function):
         return (upstream[0].unsqueeze(-1) * gradient).to(gradient.dtype), None
 
 
+def chunks(rows: int, most: int) -> list[slice]:
+    """Slices of one length, at most `most`, that cover `rows` rows in order; the last one overlaps where they do not divide."""
+    count = math.ceil(rows / most)
+    length = math.ceil(rows / count)
+    starts = [min(number * length, rows - length) for number in range(count)]
+    return [slice(start, start + length) for start in starts]
+
+
 def _head_chunk(
-    task: _HeadTask, part: slice, rows: Tensor, loss: Tensor, log_likelihood: Tensor, correct: Tensor, gradient: Tensor | None
+    task: _HeadTask,
+    part: slice,
+    rows: Tensor,
+    loss: Tensor,
+    log_likelihood: Tensor,
+    correct: Tensor,
+    gradient: Tensor | None,
+    *,
+    seen: int,
 ) -> None:
-    """Fill the slice `part` of the outputs. Holds the only logits of this module."""
-    labels = task.labels[part].unsqueeze(-1)
-    logits = task.ends.logits(rows[part])
+    """Fill the slice `part` of the outputs. Holds the only logits of this module; the collector has seen rows before `seen`."""
+    labels, ends = task.labels[part].unsqueeze(-1), task.ends
+    logits = ends.raw_logits(rows[part])
     if task.collector is not None:
-        task.collector.look(part.start, logits)
-    normalizer = logits.logsumexp(-1, keepdim=True)
-    log_likelihood[part] = (logits.gather(1, labels) - normalizer).squeeze(-1)
-    correct[part] = logits.argmax(-1, keepdim=True).eq(labels).squeeze(-1)
-    slope = None if gradient is None else task.ends.softcap_slope(logits)
-    log_q = logits.sub_(normalizer)
-    teacher = _teacher_log_probabilities(task, part)
+        task.collector.look(seen, logits[seen - part.start :], ends.softcap)
+    teacher = None
+    if task.teacher_index is not None:
+        assert task.final_hidden is not None
+        teacher = ends.raw_logits(task.final_hidden.flatten(0, 1)[task.teacher_index[part]])
+    scores = task.score(logits, labels, teacher, ends.softcap, gradient is not None)
+    loss[part], log_likelihood[part], correct[part] = scores.loss, scores.log_likelihood, scores.correct
+    if gradient is None:
+        return
+    assert scores.by_logits is not None
     if teacher is None:
-        loss[part] = -log_likelihood[part]
-    else:
-        loss[part] = F.kl_div(log_q, teacher, reduction="none", log_target=True).sum(-1)
-    if gradient is not None:
-        by_logits = log_q.exp_()
-        if teacher is None:
-            by_logits.scatter_add_(1, labels, torch.full_like(by_logits[:, :1], -1.0))
-        else:
-            by_logits.sub_(teacher.exp_())
-        if slope is not None:
-            by_logits.mul_(slope)
-        weight = task.ends.head_weight
-        with torch.autocast(rows.device.type, enabled=False):
-            gradient[part] = by_logits.to(weight.dtype) @ weight
-
-
-def _teacher_log_probabilities(task: _HeadTask, part: slice) -> Tensor | None:
-    if task.teacher_index is None:
-        return None
-    assert task.final_hidden is not None
-    return task.ends.logits(task.final_hidden.flatten(0, 1)[task.teacher_index[part]]).log_softmax(-1)
+        scores.by_logits.scatter_(1, labels, scores.by_label.to(scores.by_logits.dtype))
+    with torch.autocast(rows.device.type, enabled=False):
+        gradient[part] = scores.by_logits @ ends.head_weight

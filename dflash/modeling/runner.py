@@ -6,10 +6,15 @@ A feature is the output of a decoder layer, before any final norm: `hidden_state
 separates packed documents by their positions, which start again at 0, when it gets no attention mask and no cache.
 Layers with a running state (linear attention, convolutions, state spaces) do not look at positions and would leak one
 document into the next: such targets are refused with packed rows.
+
+Layers may be compiled, each by itself: those of one kind have one code, so Dynamo compiles once for all of them. A row of one
+document gets no mask from transformers, a row of several gets one: the first batch is run both ways, so that nothing is left
+to compile later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +24,8 @@ from dflash.batch import PackedBatch
 from dflash.config import ConfigError
 from dflash.modeling.anatomy import text_config, text_decoder
 from dflash.modeling.feature_layers import check_layer_ids
+
+Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _LAYERS_WITHOUT_STATE = frozenset({"full_attention", "sliding_attention"})
 # Mean relative change of a token's last state that counts as a leak; rounding in bf16 stays below.
@@ -37,7 +44,10 @@ class TargetRunner:
     Raises ConfigError on layer ids that are out of range, not ascending, or hold the last layer.
     """
 
-    def __init__(self, model: Any, layer_ids: tuple[int, ...], *, keep_final_hidden: bool) -> None:
+    def __init__(
+        self, model: Any, layer_ids: tuple[int, ...], *, keep_final_hidden: bool, compiled: Compiled | None = None
+    ) -> None:
+        """`compiled` makes of a layer's forward what the compile policy lets it be; None: it stays as it is."""
         self.decoder = text_decoder(model)
         self.layer_ids = check_layer_ids(layer_ids, text_config(model).num_hidden_layers)
         self.keep_final_hidden = keep_final_hidden
@@ -54,6 +64,10 @@ class TargetRunner:
             layers = layers[: layer_ids[-1] + 1]
             self.decoder.layers = layers
         self._layers = [layers[i] for i in layer_ids]
+        self._ready = compiled is None
+        if compiled is not None:
+            for layer in layers:
+                layer.forward = compiled(layer.forward)
 
     def run(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         """Features [R, S, K*H] in the target's dtype, and the head's input [R, S, H] if it was asked for.
@@ -66,6 +80,9 @@ class TargetRunner:
                 f"the target {self._name} has layers with a running state, which leak one document of a row into the next: "
                 f"use --data.packing none"
             )
+        if not self._ready:
+            self._warm_up(batch)
+            self._ready = True
         features = self._empty(batch, len(self.layer_ids) * self.hidden_size)
         final_hidden = self._empty(batch, self.hidden_size) if self.keep_final_hidden else None
         written = [0] * len(self._layers)
@@ -81,6 +98,14 @@ class TargetRunner:
         if written != [1] * len(self._layers):
             raise RuntimeError(f"the selected layers of {self._name} ran {written} times in one pass, expected once each")
         return features, final_hidden
+
+    @torch.inference_mode()
+    def _warm_up(self, batch: PackedBatch) -> None:
+        """Compile for rows of one document and for rows of two."""
+        length = batch.positions.shape[1]
+        alone = torch.arange(length, device=batch.positions.device).expand_as(batch.positions)
+        for positions in (alone, alone % max(1, length // 2)) if self.packing else (alone,):
+            self.decoder(input_ids=batch.input_ids, position_ids=positions.contiguous(), use_cache=False)
 
     def _empty(self, batch: PackedBatch, width: int) -> Tensor:
         """Made outside inference mode: an inference tensor could not be saved for the drafter's backward."""
