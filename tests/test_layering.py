@@ -24,6 +24,7 @@ ARROWS = {
         "diagnostics.records",
         "diagnostics.gpu",
         "diagnostics.environment",
+        "diagnostics.compile_cache",
         "dflash.config",
         "diagnostics.environments.differences",
     ),
@@ -55,7 +56,7 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     *("dflash.decoding.tree", "dflash.decoding.tree_cost"),
     *("diagnostics.records", "diagnostics.catalogue", "diagnostics.findings", "diagnostics.gpu", "diagnostics.report"),
     *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
-    *("diagnostics.triage", "diagnostics.timeline", "diagnostics.logs.speed"),
+    *("diagnostics.triage", "diagnostics.timeline", "diagnostics.compile_cache", "diagnostics.logs.speed"),
     *("diagnostics.environment", "diagnostics.environments.differences", "diagnostics.environments.torch_runtime"),
     *("regression.spec", "regression.child", "regression.records", "regression.store", "regression.validity"),
     *("regression.sampler", "regression.interval", "regression.controls", "regression.measurement", "regression.laws"),
@@ -69,7 +70,7 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     ),
     *("regression.verdict", "regression.gate", "regression.watch", "regression.acceptance", "regression.simulate"),
     "regression.simulate_machine",
-    *("regression.change_points", "regression.secondary", "regression.line", "regression.caches"),
+    *("regression.change_points", "regression.secondary", "regression.line"),
     *("regression.report", "regression.tables", "regression.changes", "regression.junit", "regression.mirror"),
 )
 STARTS_THREADS = {"Thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "Process", "init_process_group"}
