@@ -32,7 +32,7 @@ class CompileReport:
     backend: str
     compiles_in_warmup: int  # every compile that was expected
     recompiles_after_warmup: tuple[str, ...]  # one line each: function, place, thread, reason
-    calls: int  # calls of compiled functions
+    calls: int  # calls of compiled functions that returned
     graph_runs: int  # of them, those that ran a compiled graph
     graph_breaks: int
     fallbacks: tuple[str, ...]  # one line each
@@ -46,6 +46,7 @@ class CompileCounts:
         self._lock = threading.Lock()
         self._thread = threading.local()
         self._calls = 0
+        self._bypassed = 0  # of them, those that ran no graph
         self._graph_runs = 0
         self._expected = 0
         self._unexpected: list[tuple[str, str]] = []
@@ -78,9 +79,12 @@ class CompileCounts:
         """`function` (compiled), each call counted."""
 
         def call(*args: Any, **named: Any) -> Any:
+            before = self._runs_of_thread()
+            result = function(*args, **named)
             with self._lock:
                 self._calls += 1
-            return function(*args, **named)
+                self._bypassed += self._runs_of_thread() == before
+            return result
 
         return call
 
@@ -91,6 +95,7 @@ class CompileCounts:
             run = backend(graph, example_inputs, **options)
 
             def counted(*args: Any) -> Any:
+                self._thread.runs = self._runs_of_thread() + 1
                 with self._lock:
                     self._graph_runs += 1
                 return run(*args)
@@ -100,17 +105,12 @@ class CompileCounts:
         return counted_backend
 
     def report(self, *, policy: str, backend: str, allowed: tuple[str, ...]) -> CompileReport:
-        """The counts now; `allowed` functions may compile at any time.
-
-        Calls still running in another thread count as fallbacks until they return: ask between steps.
-        """
+        """The counts now, of calls that have returned; `allowed` functions may compile at any time."""
         graph_breaks = sum(counters["graph_break"].values()) - self._graph_breaks_before
         with self._lock:
             fallbacks = [warning for warning in seams.fallback_warnings() if warning not in self._warnings_before]
-            if self._calls > self._graph_runs:
-                fallbacks.append(
-                    f"{self._calls - self._graph_runs} of {self._calls} calls of compiled functions ran no compiled graph"
-                )
+            if self._bypassed:
+                fallbacks.append(f"{self._bypassed} of {self._calls} calls of compiled functions ran no compiled graph")
             if graph_breaks:
                 fallbacks.append(f"{graph_breaks} graph breaks: {', '.join(map(repr, counters['graph_break']))}")
             return CompileReport(
@@ -123,6 +123,10 @@ class CompileCounts:
                 graph_breaks=graph_breaks,
                 fallbacks=tuple(fallbacks),
             )
+
+    def _runs_of_thread(self) -> int:
+        """Graphs that this thread has run; a call runs its graph in its own thread."""
+        return getattr(self._thread, "runs", 0)
 
     def _on_compile(self, code: CodeType, new_code: CodeType) -> None:  # noqa: ARG002 - Dynamo's hook signature
         with self._lock:

@@ -146,7 +146,7 @@ class CompilePolicy:
             raise RecompileError("compiled code was bypassed:\n" + "\n".join(report.fallbacks))
 
     def report(self) -> CompileReport:
-        """The counts now. Calls still running in another thread count as fallbacks until they return: ask between steps."""
+        """The counts now, of calls that have returned."""
         return self._counts.report(
             policy=self.config.policy,
             backend=self.config.backend if self.config.policy != "eager" else "none",

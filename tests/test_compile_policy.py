@@ -78,6 +78,30 @@ def test_runs_and_calls_are_counted_apart() -> None:
     assert report.fallbacks == ("1 of 3 calls of compiled functions ran no compiled graph",)
 
 
+def test_a_call_that_still_runs_in_another_thread_is_no_fallback_and_hides_none() -> None:
+    policy = make()
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    compiled = policy.compiled(Slow())
+    with policy.watching():
+        compiled(torch.ones(3))
+        waits = policy._counts.counting_calls(lambda: (inside.set(), go_on.wait(20)))
+        thread = threading.Thread(target=waits)
+        thread.start()
+        assert inside.wait(20)
+        assert policy.report().fallbacks == ()
+        with torch.compiler.set_stance("force_eager"):
+            compiled(torch.ones(3))
+        assert policy.report().fallbacks == ("1 of 2 calls of compiled functions ran no compiled graph",)
+        go_on.set()
+        thread.join()
+        assert policy.report().fallbacks == ("2 of 3 calls of compiled functions ran no compiled graph",)
+
+
 def test_the_recompile_limit_has_room_for_all_drafters_and_is_restored() -> None:
     before = torch._dynamo.config.recompile_limit
     with make().watching():
