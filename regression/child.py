@@ -1,15 +1,18 @@
 """Run a command in a fresh process and read its last line of standard output as JSON. Imports no torch.
 
-The child gets its own process group, so that a run that hangs is ended with everything it started: asked first, then killed.
+The child gets its own process group, so that a run that hangs is ended with everything it started: asked first, then killed. On
+Linux it also ends when this process is killed: a run that is held (`regression.alternation`) would otherwise stand for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +21,8 @@ from typing import Any, Self
 
 _GRACE_SECONDS = 20.0
 _TAIL_LINES = 25
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_library = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class ChildFailed(RuntimeError):
@@ -87,6 +92,7 @@ class Running:
                 start_new_session=True,
                 cwd=place.directory,
                 env={**os.environ, **place.variables},
+                preexec_fn=_end_with_parent if _library else None,  # noqa: PLW1509 - one system call, loaded before
             )
             running = cls(command, process, log)
             try:
@@ -135,6 +141,11 @@ class Running:
             self._process.communicate()
             return f"killed, because it did not end within {_GRACE_SECONDS:.0f} s of being asked to"
         return "ended by SIGTERM"
+
+
+def _end_with_parent() -> None:
+    assert _library is not None
+    _library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _last_object(output: str) -> dict[str, Any] | None:

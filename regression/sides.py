@@ -2,8 +2,7 @@
 
 The worktree lies in a temporary directory beside a lock that the process holds as long as it lives, however it ends. So a
 comparison that was killed is known by its free lock, and the next one removes what it left (`remove_leftovers`). SIGTERM ends
-a comparison as Ctrl-C does: the segment that runs is ended and the worktree is removed. Known limit: a segment that outlived
-a killed comparison loses its directory.
+a comparison as Ctrl-C does: the segment that runs is ended and the worktree is removed.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -86,3 +87,20 @@ def test_a_child_that_listens_is_asked_first(tmp_path: Path) -> None:
 def test_a_child_has_its_own_process_group(tmp_path: Path) -> None:
     done = run("import os, json; print(json.dumps({'group': os.getpgid(0)}))", tmp_path)
     assert done.result["group"] != os.getpgid(0)
+
+
+def test_a_held_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    code = """
+        import pathlib, signal, sys, time
+        from regression.child import Running
+        with Running.started((sys.executable, "-c", "import time; time.sleep(600)"), log=pathlib.Path(sys.argv[1])) as running:
+            running.send(signal.SIGSTOP)
+            print(running._process.pid, flush=True)
+            time.sleep(600)
+        """
+    command = (sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "log"))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    assert psutil.wait_procs([child], timeout=20)[1] == []

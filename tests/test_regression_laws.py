@@ -221,6 +221,7 @@ def test_files_of_an_earlier_format_are_named_and_baselines_are_not(tmp_path: An
     baseline.record([measurement()], tmp_path)
     (tmp_path / "old.json").write_text('{"command": "c", "fingerprint": {}, "result": {}}')
     (tmp_path / "torn.json").write_text("{")
+    (tmp_path / "result.json").write_text('{"kind": "result"}')  # what a command printed, kept beside the baselines
     told = baseline.earlier_formats(tmp_path)
     assert [sentence.partition(":")[0] for sentence in told] == ["old.json", "torn.json"]
     assert "lacks series and measurements" in told[0]
