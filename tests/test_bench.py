@@ -15,12 +15,12 @@ from dflash.compile_policy import CompilePolicy
 from dflash.config import CompileConfig, ConfigError, TargetConfig
 from dflash.modeling.masks import BlockLayout, dense_mask
 from dflash.modeling.target import TargetRunner, load_target, text_config
+from dflash.modeling.work import drafter_step_tflop, target_forward_tflop
 from dflash.worker import DrafterModelWorker
 from regression.bench import __main__ as front
 from regression.bench import drafter_step, settings
 from regression.bench.figures import Figure, Result, table
 from regression.bench.settings import Settings
-from regression.bench.work import drafter_step_tflop, target_forward_tflop
 from regression.child import ChildFailed
 
 CPU = torch.device("cpu")
