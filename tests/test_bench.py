@@ -18,7 +18,7 @@ from dflash.modeling.target import TargetRunner, load_target, text_config
 from dflash.modeling.work import drafter_step_tflop, target_forward_tflop
 from dflash.worker import DrafterModelWorker
 from regression.bench import __main__ as front
-from regression.bench import drafter_step, settings
+from regression.bench import drafter_step, scaling, settings
 from regression.bench.figures import Figure, Result, table
 from regression.bench.settings import Settings
 from regression.child import ChildFailed
@@ -163,3 +163,24 @@ def test_bf16_copies_are_refused_where_training_is_in_fp32() -> None:
     policy = CompilePolicy(CompileConfig(policy="eager"), num_drafters=1)
     with pytest.raises(ConfigError, match="bf16-copies"):
         DrafterModelWorker("drafter-0", config, shape, drafter_step.random_ends(shape, CPU), CPU, policy)
+
+
+def scaled_point(axis: str, factor: int, *, tflop: float) -> scaling.Point:
+    sizes = {"context": 1, "anchors": 1, "vocabulary": 1}
+    return scaling.Point(axis=axis, factor=factor, milliseconds=3.0 + 20.0 * tflop, tflop=tflop, peak_bytes=0, **sizes)
+
+
+def test_the_fitted_law_finds_fixed_part_and_rate_and_the_exponent_is_a_slope() -> None:
+    points = [scaled_point("context", factor, tflop=0.5 * factor) for factor in (1, 2, 4)]
+    assert scaling.fit(points) == pytest.approx((3.0, 20.0))
+    assert scaling.exponent((1, 2, 4), [5.0, 20.0, 80.0]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("axis", scaling.AXES)
+def test_one_size_at_a_time_is_multiplied(axis: str) -> None:
+    def sizes(factor: int) -> tuple[int, ...]:
+        config, shape = scaling.shapes(TINY, axis, factor)
+        return config.data.sequence_length, config.data.num_anchors, shape.vocab_size
+
+    changed = [after / before for before, after in zip(sizes(1), sizes(4), strict=True)]
+    assert changed == [4.0 if name == axis else 1.0 for name in scaling.AXES]
