@@ -1,47 +1,38 @@
-"""What changed between two measurements: the difference of their fingerprints, and the commits between them."""
+"""What changed between two measurements: the difference of their fingerprints, and the commits between them.
+
+Which differences there are, and which come first, says `diagnostics.environments.differences`, as for its own command.
+"""
 
 from __future__ import annotations
 
 import itertools
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from diagnostics.environments.differences import compare
 from regression.measurement import Measurement
 
 _GIT_SECONDS = 60
 _MAX_COMMITS = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """One value of the fingerprint that differs."""
-
-    name: str  # "packages.torch"
-    before: str
-    after: str
-
-    @property
-    def sentence(self) -> str:
-        """In one line."""
-        return f"{self.name} {self.before} → {self.after}"
-
-
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """The values that differ between two fingerprints, nested ones by their path; absent ones are told as such."""
-    return list(_differences("", before, after))
+_MAX_TOLD = 6
 
 
 def environment_changes(measurements: Sequence[Measurement]) -> dict[datetime, str]:
-    """For measurements of one workload by time: what differs from the one before, the code apart."""
+    """For measurements of one workload by time: what differs from the one before, the code apart, the likeliest cause first.
+
+    What is unlikely to change the speed is left out: a night is marked only where something could.
+    """
     found = {}
     for before, after in itertools.pairwise(measurements):
-        changed = [change.sentence for change in differences(before.fingerprint, after.fingerprint) if not _is_code(change)]
+        changed = [
+            one for one in compare(before.fingerprint, after.fingerprint).differences if not one.is_code and one.is_suspect
+        ]
         if changed:
-            found[datetime.fromisoformat(after.time)] = "; ".join(changed)
+            more = f"; and {len(changed) - _MAX_TOLD} more" if len(changed) > _MAX_TOLD else ""
+            found[datetime.fromisoformat(after.time)] = "; ".join(one.sentence for one in changed[:_MAX_TOLD]) + more
     return found
 
 
@@ -59,22 +50,6 @@ def commits(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, l
     if listed and len(listed) > _MAX_COMMITS:
         shown.append(f"... and {len(listed) - _MAX_COMMITS} more")
     return f"{one[:12]}..{two[:12]}{dirty}{missing}", shown
-
-
-def _differences(path: str, before: Any, after: Any) -> Iterator[Change]:
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        for key in sorted({*before, *after}):
-            yield from _differences(f"{path}.{key}" if path else str(key), before.get(key), after.get(key))
-    elif before != after:
-        yield Change(name=path, before=_words(before), after=_words(after))
-
-
-def _words(value: Any) -> str:
-    return "none" if value is None else str(value)
-
-
-def _is_code(change: Change) -> bool:
-    return change.name == "git" or change.name.startswith("git.")
 
 
 def _log(span: str) -> list[str] | None:

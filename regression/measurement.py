@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dflash.config import Topology
+from diagnostics import environment
 from regression import controls, validity
 from regression.child import HERE, ChildFailed, Place, run_json
 from regression.interval import batch_means
@@ -83,8 +84,6 @@ def measure(
     with_controls: bool = True,
 ) -> Measurement:
     """Measure once, writing into the new directory `directory`. A run that leaves no result is a measurement with a failure."""
-    from diagnostics import environment  # noqa: PLC0415 - it imports torch, which judging measurements does not need
-
     directory.mkdir(parents=True)
     output, log = directory / "run", directory / "stderr.log"
     started, before = datetime.now(UTC).isoformat(timespec="seconds"), environment.fingerprint()

@@ -22,6 +22,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from diagnostics.environments.differences import compare
 from diagnostics.records import Finding
 from regression import change_points, changes, junit, line, tables
 from regression.decision import judge, outcomes, worst
@@ -38,6 +39,8 @@ HTML_BYTES = 300_000
 MARKDOWN_BYTES = 1024 * 1024
 _BUDGETS = ((180, 24), (90, 24), (60, 16), (40, 8), (30, 4), (20, 1))  # nights a series, series
 _LISTED_NIGHTS = 10
+_TOLD_CHANGES = 40  # of the environment
+_METRIC = r'"measure": .*?"tokens_per_second_per_device": ([0-9.e+]+)'  # in the last line of a measured run
 _TOLD = 10  # records that could not be read
 _LEGEND = (
     (Kind.PASS, "passed"), (Kind.SUSPECT, "suspect"), (Kind.FAIL, "failed"), (Kind.CLEARED, "the machine, says the gate"),
@@ -146,7 +149,7 @@ def build(directory: Path, history: History, tonight: Measurement, *, now: datet
         changed=_changed(last, tonight),
         git_range=git_range,
         commits=commits,
-        commands=_commands(directory, tonight, note),
+        commands=_commands(directory, last, tonight, note),
         alerts=[alert.sentence for alert in missing_nights(by_workload(history), now=now)],
         unread=[*history.unread[:_TOLD], *([f"... and {len(history.unread) - _TOLD} more"] if history.unread[_TOLD:] else [])],
     )
@@ -240,15 +243,20 @@ def _mib(row: Mapping[str, Any]) -> str:
 
 
 def _changed(last: Measurement | None, tonight: Measurement) -> Table:
-    headers = ("what", "before", "tonight")
+    headers = ("what", "before", "tonight", "changes speed / tracing", "why")
     if last is None:
         return Table(title="Environment", headers=headers, rows=[], empty="There is no earlier valid night to compare with.")
-    found = changes.differences(last.fingerprint, tonight.fingerprint)
-    rows = [(one.name, one.before, one.after) for one in found if not one.name.startswith("git")]
-    return Table(title="Environment", headers=headers, rows=rows, empty="Nothing in the fingerprint changed but the code.")
+    found = compare(last.fingerprint, tonight.fingerprint)
+    told = [one for one in found.differences if not one.is_code]
+    rows = [(one.name, one.before, one.after, one.likelihood, one.why) for one in told[:_TOLD_CHANGES]]
+    if len(told) > _TOLD_CHANGES:
+        rows.append((f"and {len(told) - _TOLD_CHANGES} less likely ones", "", "", tables.NONE, "the store has both fingerprints"))
+    rows += [("not compared", "", "", tables.NONE, sentence) for sentence in found.not_compared]
+    title = "Environment, the most likely cause first"
+    return Table(title=title, headers=headers, rows=rows, empty="Nothing in the fingerprint changed but the code.")
 
 
-def _commands(directory: Path, tonight: Measurement, note: dict[str, Any]) -> list[tuple[str, str]]:
+def _commands(directory: Path, last: Measurement | None, tonight: Measurement, note: dict[str, Any]) -> list[tuple[str, str]]:
     commit = (tonight.fingerprint.get("git") or {}).get("commit")
     checkout = [("the code", f"git checkout {commit}")] if commit else []
     store = shlex.quote(str(directory / "store"))
@@ -259,7 +267,19 @@ def _commands(directory: Path, tonight: Measurement, note: dict[str, Any]) -> li
         ("this report again", f"python -m regression.report {shlex.quote(str(directory))}"),
         ("accept the present level", accept),
         ("compare with another commit", "python -m regression.ab --baseline COMMIT"),
+        *_bisect(last, tonight, note),
     ]
+
+
+def _bisect(last: Measurement | None, tonight: Measurement, note: dict[str, Any]) -> list[tuple[str, str]]:
+    """The command that finds the commit which made the difference, where there are two commits and a run to repeat."""
+    good, bad = (((one.fingerprint.get("git") or {}).get("commit") if one else None) for one in (last, tonight))
+    run = (note.get("commands") or {}).get("the measured run")
+    if good is None or bad is None or good == bad or run is None:
+        return []
+    fresh = run.replace("runs/measured", '"$(mktemp -d)/run"')
+    bisect = ["python", "-m", "diagnostics.bisect", "--good", good, "--bad", bad, "--metric", _METRIC, "--", "sh", "-c", fresh]
+    return [("which commit it was", shlex.join(bisect))]
 
 
 def _template(name: str) -> jinja2.Template:

@@ -19,8 +19,16 @@ TOP_LEVEL = {*PACKAGES, *ROOT_FILES, "tests", ".ci"}
 ARROWS = {
     "dflash": ("dflash",),
     "diagnostics": ("diagnostics", "dflash.fx", "dflash.events"),  # of any program: never the trainer's insides
-    "regression": ("regression", "diagnostics.records", "diagnostics.gpu", "diagnostics.environment", "dflash.config"),
+    "regression": (
+        "regression",
+        "diagnostics.records",
+        "diagnostics.gpu",
+        "diagnostics.environment",
+        "dflash.config",
+        "diagnostics.environments.differences",
+    ),
     "fixtures": ("fixtures", "dflash"),
+    "regression/faults.py": ("regression", "dflash.events", "dflash.__main__"),  # the training command, with a fault in it
     "regression/bench": ("regression", "diagnostics.environment", "dflash"),  # times the trainer's parts, so it calls them
 }
 
@@ -45,6 +53,7 @@ PURE = (  # imports no torch: usable in a report or a CI job without it
     *("diagnostics.records", "diagnostics.catalogue", "diagnostics.findings", "diagnostics.gpu", "diagnostics.report"),
     *("diagnostics.hang", "diagnostics.hang_watch", "diagnostics.stacks", "diagnostics.thread_states", "diagnostics.waiting"),
     *("diagnostics.triage", "diagnostics.timeline", "diagnostics.logs.speed"),
+    *("diagnostics.environment", "diagnostics.environments.differences", "diagnostics.environments.torch_runtime"),
     *("regression.spec", "regression.child", "regression.records", "regression.store", "regression.validity"),
     *("regression.sampler", "regression.interval", "regression.controls", "regression.measurement", "regression.laws"),
     *(
@@ -64,7 +73,8 @@ STARTS_THREADS = {"Thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "Proces
 
 
 def files(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    place = ROOT / package
+    return [place] if place.is_file() else sorted(place.rglob("*.py"))
 
 
 def imports(path: Path) -> Iterator[str]:

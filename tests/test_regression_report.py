@@ -6,6 +6,7 @@ import dataclasses
 import html
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
@@ -22,6 +23,7 @@ from regression import caches, changes, junit, line, mirror, report
 from regression.decision import outcomes
 from regression.history import History, read
 from regression.laws import Outcome
+from regression.measurement import Measurement
 from regression.store import Store
 from regression.verdict import Kind
 from regression.watch import Night, replay
@@ -205,9 +207,39 @@ def test_marks_lie_inside_the_picture_in_the_order_of_time() -> None:
     assert top < bottom  # 106 is drawn above 100
 
 
-def test_differences_name_the_path_and_what_is_absent() -> None:
-    found = changes.differences({"a": {"b": 1}, "c": 2, "e": 0}, {"a": {"b": 2}, "d": 3, "e": 0})
-    assert [change.sentence for change in found] == ["a.b 1 → 2", "c 2 → none", "d none → 3"]
+def at(day: int, fingerprint: dict[str, Any]) -> Measurement:
+    return dataclasses.replace(TONIGHT, time=(START + timedelta(days=day)).isoformat(timespec="seconds"), fingerprint=fingerprint)
+
+
+def test_the_environment_of_a_night_is_marked_only_where_it_could_change_the_speed() -> None:
+    before, after = ({"packages": {"torch": torch, "colorlog": "1"}, "git": {"commit": torch}} for torch in ("2.12", "2.13"))
+    other = {**after, "packages": {"torch": "2.13", "colorlog": "2"}}
+    nights = [at(day, fingerprint) for day, fingerprint in enumerate((before, after, other), 1)]
+    assert list(changes.environment_changes(nights).values()) == ["packages.torch 2.12 → 2.13"]
+
+
+def test_the_likeliest_cause_stands_first_and_what_a_night_did_not_record_is_said() -> None:
+    before = {"packages": {"numpy": "1", "torch": "1"}, "omp_num_threads": None}
+    after = {"packages": {"numpy": "2", "torch": "2"}, "omp_num_threads": None, "distributions": {"torch": "2"}}
+    rows = report._changed(at(1, before), at(2, after)).rows
+    assert [row[:3] for row in rows] == [
+        ("packages.torch", "1", "2"), ("packages.numpy", "1", "2"), ("not compared", "", "")
+    ]  # fmt: skip
+    assert rows[0][3] == "likely / likely"
+    assert rows[2][4] == "distributions: recorded after only"
+
+
+def test_the_command_that_finds_the_commit_reads_the_rate_that_is_judged() -> None:
+    before, after = ({"git": {"commit": letter * 40}} for letter in "ab")
+    beside = note(TONIGHT, commands={"the measured run": "CUDA_VISIBLE_DEVICES=0 python -m dflash train --output runs/measured"})
+    found = dict(report._commands(Path("d"), at(1, before), at(2, after), beside))["which commit it was"]
+    words = shlex.split(found)
+    assert words[3:7] == ["--good", "a" * 40, "--bad", "b" * 40]
+    assert words[-3:] == ["sh", "-c", 'CUDA_VISIBLE_DEVICES=0 python -m dflash train --output "$(mktemp -d)/run"']
+    rates = {"tokens_per_second_per_device": 1.0, "measure": {"tokens_per_second_per_device": 2.5, "segments": [
+        {"tokens_per_second_per_device": 3.0}]}}  # fmt: skip
+    assert re.findall(words[words.index("--metric") + 1], json.dumps(rates)) == ["2.5"]
+    assert "which commit it was" not in dict(report._commands(Path("d"), at(1, after), at(2, after), beside))
 
 
 def test_the_commits_between_two_nights_are_listed_where_the_repository_has_them(
