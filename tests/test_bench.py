@@ -17,6 +17,7 @@ from dflash.modeling.masks import BlockLayout, dense_mask
 from dflash.modeling.target import TargetRunner, load_target, text_config
 from dflash.modeling.work import drafter_step_tflop, target_forward_tflop
 from dflash.worker import DrafterModelWorker
+from regression import baseline
 from regression.bench import __main__ as front
 from regression.bench import drafter_step, scaling, settings
 from regression.bench.figures import Figure, Result, table
@@ -133,9 +134,10 @@ def test_a_bench_that_fails_loses_only_its_own_figures(
     file = tmp_path / "figures.json"
     assert front.main([*names, "--device", "cpu", "--json", str(file)]) == code
     content = json.loads(file.read_text())
-    assert set(content) == {"command", "fingerprint", "results", "failures"}
+    assert set(content) == {"kind", "command", "fingerprint", "results", "failures"}
     assert list(content["results"]) == [name for name in names if name != "pipeline"]
     assert list(content["failures"]) == [name for name in names if name == "pipeline"]
+    assert baseline.earlier_formats(tmp_path) == []  # figures may lie beside baselines, which they are not
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from rich.console import Console
 from dflash.config import ConfigError
 from dflash.files import write_whole
 from diagnostics.environment import fingerprint
+from regression import baseline
 from regression.bench import settings as bench
 from regression.bench.figures import Result, table
 from regression.child import ChildFailed, run_json
@@ -81,7 +82,8 @@ def _run(name: str, options: argparse.Namespace) -> Result:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    content = {"command": f"python -m regression.bench {' '.join(sys.argv[1:])}".strip(), "fingerprint": fingerprint(), **values}
+    command = f"python -m regression.bench {' '.join(sys.argv[1:])}".strip()
+    content = {"kind": baseline.RESULT, "command": command, "fingerprint": fingerprint(), **values}
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
