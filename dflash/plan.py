@@ -163,12 +163,15 @@ def speed_of(
 
 
 def read_rates(path: Path) -> Rates:
-    """The rates in a file that `regression.bench --json` wrote. Raises ConfigError where a figure is missing."""
+    """The rates in a file that `regression.bench --json` wrote. Raises ConfigError where a figure is missing or of a CPU."""
     try:
         results = json.loads(path.read_text())["results"]
         figures = {
             name: {row["name"]: row["value"] for row in results[name]["figures"]} for name in ("drafter_step", "target_forward")
         }
+        places = {results[name]["device"] for name in figures}
+        if not all(place.startswith("cuda") for place in places):
+            raise ValueError(f"measured on {', '.join(sorted(places))}")
         return Rates(
             drafter_tflops=float(figures["drafter_step"]["useful work"]),
             target_tflops=float(figures["target_forward"]["useful work"]),

@@ -82,13 +82,20 @@ def test_a_gpu_that_is_too_small_is_named_and_fails_the_command(capsys: pytest.C
 
 def test_rates_are_read_from_figures_of_the_benches_and_from_nothing_else(tmp_path: Path) -> None:
     def bench(figures: dict[str, float], **details: int) -> dict[str, Any]:
-        return {"figures": [{"name": name, "value": value} for name, value in figures.items()], "details": details}
+        return {
+            "device": "cuda:0",
+            "figures": [{"name": name, "value": value} for name, value in figures.items()],
+            "details": details,
+        }
 
     step = bench({"useful work": 500.0, "optimizer step": 10.0}, parameters=1000)
     results = {"drafter_step": step, "target_forward": bench({"useful work": 600.0})}
     file = tmp_path / "figures.json"
     file.write_text(json.dumps({"results": results}))
     assert plan.read_rates(file) == Rates(drafter_tflops=500.0, target_tflops=600.0, update_seconds_per_parameter=1e-5)
+    file.write_text(json.dumps({"results": results | {"drafter_step": step | {"device": "cpu"}}}))
+    with pytest.raises(ConfigError, match="measured on cpu, cuda:0"):
+        plan.read_rates(file)
     file.write_text(json.dumps({"results": {"drafter_step": step}}))
     with pytest.raises(ConfigError, match="target_forward"):
         plan.read_rates(file)
