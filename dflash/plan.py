@@ -169,9 +169,7 @@ def read_rates(path: Path) -> Rates:
         figures = {
             name: {row["name"]: row["value"] for row in results[name]["figures"]} for name in ("drafter_step", "target_forward")
         }
-        places = {results[name]["device"] for name in figures}
-        if not all(place.startswith("cuda") for place in places):
-            raise ValueError(f"measured on {', '.join(sorted(places))}")
+        _require_gpus({results[name]["device"] for name in figures})
         return Rates(
             drafter_tflops=float(figures["drafter_step"]["useful work"]),
             target_tflops=float(figures["target_forward"]["useful work"]),
@@ -184,6 +182,11 @@ def read_rates(path: Path) -> Rates:
             f"{path} holds no rates ({type(error).__name__}: {error}): write it on such a GPU with "
             f"python -m regression.bench drafter_step target_forward --json {path}"
         ) from error
+
+
+def _require_gpus(places: set[str]) -> None:
+    if not all(place.startswith("cuda") for place in places):
+        raise ValueError(f"measured on {', '.join(sorted(places))}")
 
 
 def options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
