@@ -7,8 +7,11 @@ and could not, 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -80,15 +83,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exception(failure.__cause__ or failure, file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
         return 1
-    print(json.dumps(events.finite(result)), flush=True)
-    return _exit_code(result)
+    if result is not None:  # None: one of several processes, and not the one that reports
+        print(json.dumps(events.finite(result)), flush=True)
+    return _exit_code(result or {})
 
 
-def train_command(arguments: list[str]) -> dict[str, Any]:
+def train_command(arguments: list[str]) -> dict[str, Any] | None:
     """`train`: the preset's fields are the defaults of the flags."""
-    from dflash.trainer import train  # noqa: PLC0415 - torch and transformers take seconds; --help should not
+    config = _train_config(arguments)
+    if config.engine == "processes":
+        from dflash.engine.processes import joined  # noqa: PLC0415 - torch and transformers take seconds; --help should not
 
-    return train(tyro.cli(RunConfig, prog="python -m dflash train", default=_preset_of(arguments), args=arguments))
+        with joined(config) as ranks:  # before the long imports: what is wrong with the start is said at once
+            from dflash.trainer import train_rank  # noqa: PLC0415 - see above
+
+            return train_rank(config, ranks)
+    from dflash.trainer import train  # noqa: PLC0415 - see above
+
+    return train(config)
 
 
 def plan_command(arguments: list[str]) -> dict[str, Any]:
@@ -146,7 +158,7 @@ def import_command(arguments: list[str]) -> dict[str, Any]:
     return convert(config.source, config.out, target)
 
 
-COMMANDS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
+COMMANDS: dict[str, Callable[[list[str]], dict[str, Any] | None]] = {
     "prepare": prepare_command,
     "train": train_command,
     "evaluate": evaluate_command,
@@ -155,6 +167,28 @@ COMMANDS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "plan": plan_command,
     "import": import_command,
 }
+
+
+def _train_config(arguments: list[str]) -> RunConfig:
+    """The flags of `train`. What is wrong with them is said by one rank only where torchrun has started several."""
+
+    def parse(*, aloud: bool) -> RunConfig:
+        with contextlib.nullcontext() if aloud else contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(RunConfig, prog="python -m dflash train", default=_preset_of(arguments), args=arguments)
+
+    rank = os.environ.get("RANK", "0")
+    try:
+        return parse(aloud=rank == "0")
+    except (ConfigError, SystemExit) as error:
+        if "TORCHELASTIC_RUN_ID" not in os.environ or (isinstance(error, SystemExit) and not error.code):
+            raise
+        from dflash.engine.launch import Silent, told_by_rank_0  # noqa: PLC0415 - see train_command
+
+        if rank == "0" and isinstance(error, ConfigError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if told_by_rank_0():
+            raise Silent(2) from None
+    return parse(aloud=True)  # rank 0 has other flags
 
 
 def _preset_of(arguments: list[str]) -> RunConfig:

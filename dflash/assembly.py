@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from dflash import events
-from dflash.batch import TargetStates
+from dflash.batch import PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
 from dflash.config import ConfigError, RunConfig
 from dflash.data.examples import DataError, check_matches, load_examples, load_meta
 from dflash.data.packing import PackedStream
 from dflash.data.synthetic import is_synthetic, synthetic_examples
 from dflash.engine.devices import Placement
+from dflash.modeling.shape import DrafterShape
 from dflash.modeling.target import (
     FrozenEnds,
     TargetRunner,
@@ -37,6 +38,7 @@ SHOWN = 5  # skipped examples named in the notice; all are in skipped.jsonl
 class Parts:
     """Everything that runs, each on its device."""
 
+    shape: DrafterShape
     stream: PackedStream
     heldout: PackedStream | None
     targets: tuple[TargetModelWorker, ...]
@@ -46,40 +48,49 @@ class Parts:
 
     def validation_states(self) -> list[TargetStates]:
         """Target states of the held-out micro-batches, on the leading drafter's device."""
+        leader = self.drafters[0].device
+        return [self.targets[0].run(batch).to(leader) for batch in self.heldout_batches()]
+
+    def heldout_batches(self) -> list[PackedBatch]:
+        """The held-out micro-batches that are measured at every checkpoint, on the CPU."""
         if self.heldout is None:
             return []
         count = min(self.validation_batches, self.heldout.batches_per_epoch(0))
-        leader = self.drafters[0].device
-        return [self.targets[0].run(self.heldout.batch(number)).to(leader) for number in range(count)]
+        return [self.heldout.batch(number) for number in range(count)]
 
 
-def build(config: RunConfig, placement: Placement, policy: CompilePolicy) -> Parts:
-    """Load and connect everything. Raises ConfigError or DataError where two parts do not fit."""
+def build(config: RunConfig, placement: Placement, policy: CompilePolicy, *, leads: bool = True) -> Parts:
+    """Load and connect everything that runs in this process. Raises ConfigError or DataError where two parts do not fit.
+
+    A process without targets still loads one, on the CPU, for its shape and ends; only the one that leads lists what is skipped.
+    """
     models = []
     for number, device in enumerate(placement.targets):
         events.record("phase", text=f"loading target {number + 1} of {len(placement.targets)} on {device}")
         models.append(load_target(config.target, device=device))
-    model, tokenizer = models[0]
+    model, tokenizer = models[0] if models else load_target(config.target, device="cpu")
     settings = text_config(model)
     mask_token_id = resolve_mask_token_id(config.target, tokenizer, settings.vocab_size)
     shape = drafter_shape(model, config.drafter, mask_token_id)
     if config.data.packing == "documents" and not supports_packing(model):
         raise ConfigError(f"target {config.target.path} cannot separate packed documents: use --data.packing none")
     stream, heldout = _streams(config, settings, mask_token_id)
-    _report_skipped(config, {"train": stream, "heldout": heldout})
+    if leads:
+        _report_skipped(config, {"train": stream, "heldout": heldout})
     drafters = []
     events.record("phase", text=f"building {len(placement.drafters)} drafters")
-    for number, device in enumerate(placement.drafters):
+    for number, device in enumerate(placement.drafters, placement.first_drafter):
         ends = FrozenEnds.from_model(model, device=device, dtype=_ends_dtype(device))
         # The leader's weights are copied to all before the first step.
         start = functools.partial(start_from_target, model=model) if config.drafter.init == "target" and number == 0 else None
         drafters.append(DrafterModelWorker(f"drafter-{number}", config, shape, ends, device, policy, start=start))
     targets = []
-    for number, ((target, _), device) in enumerate(zip(models, placement.targets, strict=True)):
+    for number, ((target, _), device) in enumerate(zip(models, placement.targets, strict=True), placement.first_target):
         compiled = policy.compiled if config.compile.target else None
         runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl", compiled=compiled)
         targets.append(TargetModelWorker(f"target-{number}", runner, stream, device, policy))
     return Parts(
+        shape=shape,
         stream=stream,
         heldout=heldout,
         targets=tuple(targets),

@@ -55,9 +55,28 @@ class PackedBatch:
         """Slots of the batch that hold no document token."""
         return self.input_ids.numel() - self.num_tokens
 
+    def summary(self) -> BatchSummary:
+        """What remains of interest once the batch has been learned from."""
+        return BatchSummary(
+            index=self.index,
+            num_tokens=self.num_tokens,
+            num_padding_tokens=self.num_padding_tokens,
+            sample_ids=self.sample_ids,
+        )
+
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device` (copies do not block the host)."""
         return _tensors_to(self, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSummary:
+    """What statistics tell about a micro-batch. Filled by the drafter that learned from it; holds no tensors."""
+
+    index: int
+    num_tokens: int
+    num_padding_tokens: int
+    sample_ids: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)

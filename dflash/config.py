@@ -192,6 +192,13 @@ class AcceptanceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransportConfig:
+    """How target states travel between processes (engine `processes`)."""
+
+    checksums: bool = False  # compare a CRC-32 of every tensor at both ends: for finding broken memory, drivers, networks
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
     """Timing of steady running (`dflash.measuring`). Such a run saves no checkpoint and ends after its segments."""
 
@@ -241,7 +248,8 @@ class RunConfig:
     preset: str = "custom"
     output: Path = Path("run")
     seed: int = 0
-    engine: Literal["threads"] = "threads"
+    engine: Literal["threads", "processes"] = "threads"  # processes: start them with torchrun, one a worker
+    engine_timeout_seconds: float = 60.0  # processes: no micro-batch and no step takes so long; who does is held to hang
     topology: str = "1t+1d"
     devices: str = "cuda"  # "cpu", "cuda" (one GPU a worker), or a list, targets first: "cuda:0,cuda:0"
     cpu_threads: int = 1  # intra-op threads of each worker when devices are CPUs
@@ -255,6 +263,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
 
     def __post_init__(self) -> None:
@@ -264,6 +273,14 @@ class RunConfig:
             f"data.sequence-length {self.data.sequence_length} is too short for a block of {self.drafter.block_size}",
         )
         _require(self.cpu_threads >= 1, f"cpu-threads is {self.cpu_threads}: use at least 1")
+        seconds = self.engine_timeout_seconds
+        _require(0 < seconds < math.inf, f"engine-timeout-seconds is {seconds}: use a positive number")
+        if self.engine == "processes":
+            _require(
+                self.devices in ("cpu", "cuda"),
+                f"devices is {self.devices!r}: every process of --engine processes has one device of its own, use cpu or cuda",
+            )
+            _require(not self.measure.on, "--measure times --engine threads only: leave one of them out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 
 from dflash import events
 from dflash.config import MeasureConfig
-from dflash.engine.threads import DrafterWorker, TargetWorker
+from dflash.engine.loops import DrafterWorker, TargetWorker
 
 
 def timed_targets(workers: Sequence[TargetWorker], config: MeasureConfig) -> Sequence[TargetWorker]:

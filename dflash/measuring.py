@@ -33,7 +33,7 @@ from torch._dynamo.utils import compilation_time_metrics
 from dflash import events
 from dflash.burner import Burner
 from dflash.config import MeasureConfig, RunConfig
-from dflash.engine.threads import WorkerTimes
+from dflash.engine.loops import WorkerTimes
 from dflash.segments import Mark, Window, segment_between, why_unsteady
 
 METHOD = 1  # raised when what is timed changes: numbers of two methods are not compared

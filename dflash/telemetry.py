@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dflash import events
 from dflash.config import ConfigError, RunConfig, to_dict
-from dflash.engine.threads import WorkerTimes
+from dflash.engine.loops import WorkerTimes
 
 IMBALANCE = 0.15  # part of its time that a side may wait before the verdict names it
 

@@ -7,80 +7,140 @@ nothing else, so M drafters equal one drafter with M times the micro-batches, an
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
+import transformers
+from safetensors import SafetensorError
 
-from dflash import checkpoint, device_time, events, measuring, telemetry
+from dflash import checkpoint, events, measuring, telemetry
 from dflash.assembly import Parts, build
-from dflash.batch import LossSums, PackedBatch, StepStats, TargetStates
+from dflash.batch import BatchSummary, LossSums, StepStats, TargetStates
 from dflash.checkpoint import CheckpointError, TrainState
 from dflash.compile_cache import CompileCache
 from dflash.compile_policy import CompilePolicy
-from dflash.config import RunConfig, Topology, to_dict
+from dflash.config import ConfigError, RunConfig, Topology, to_dict
+from dflash.data.examples import DataError
 from dflash.engine.devices import Placement, place
-from dflash.engine.queue import OrderedQueue
-from dflash.engine.threads import ThreadsRun, WorkerTimes, run_threads
+from dflash.engine.processes import Ranks, joined
+from dflash.exchange import Engine, ThreadsEngine, report
 from dflash.flat import FlatAdamW
 from dflash.fx import seams
 from dflash.live_acceptance import LiveAcceptance
+from dflash.ranks import RanksEngine, placement_of, serve
+from dflash.stopping import Stop, stop_on_signals
 from dflash.worker import Contribution, NonFiniteError, add_sums, sum_gradients
 
+RESULT_FILE = "result.json"
+USER_ERRORS = (ConfigError, DataError, CheckpointError, SafetensorError, OSError)  # what is told once, with exit code 2
 
-def train(config: RunConfig) -> dict[str, Any]:
-    """Run the training that `config` describes; returns the JSON-ready result.
+
+def train(config: RunConfig) -> dict[str, Any] | None:
+    """Run the training that `config` describes; returns the JSON-ready result, in processes only the one that leads.
 
     Raises:
         ConfigError, DataError, CheckpointError: what the user asked for cannot be done.
         WorkerFailed: a worker failed; its cause is the exception, and the last good checkpoint is kept.
+        Silent: a process that another one has spoken for ends.
     """
+    if config.engine == "processes":
+        with joined(config) as ranks:
+            return train_rank(config, ranks)
     placement = place(config)
     resumed = _saved_state(config)
     config.output.mkdir(parents=True, exist_ok=True)
     policy = CompilePolicy(config.compile, num_drafters=len(placement.drafters))
+    with stop_on_signals() as stop, _running(config, policy, placement, stop, resumed) as measured:
+        parts = build(config, placement, policy)
+        engine = ThreadsEngine(config, placement, parts, policy)
+        return _train(Trainer(config, parts, policy, stop, engine), resumed, measured)
+
+
+def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
+    """The training of one rank, which has joined the others."""
+    if ranks.launch.restart:
+        config = _restarted(config)
+        if (finished := _finished(config)) is not None:
+            return finished if ranks.leads else None
+    if not ranks.leads:
+        transformers.utils.logging.disable_progress_bar()
+    placement = placement_of(ranks)
+    resumed = ranks.agree("reading the checkpoint", lambda: _saved_state(config), USER_ERRORS)
+    first_step = resumed.step if resumed else 0
+    ranks.same("step", {"resumed step": first_step})
+    config.output.mkdir(parents=True, exist_ok=True)
+    policy = CompilePolicy(config.compile, num_drafters=1)
+    with _running(config, policy, placement, ranks.stop, resumed, leads=ranks.leads) as measured:
+        parts = ranks.agree("building", lambda: build(config, placement, policy, leads=ranks.leads), USER_ERRORS)
+        if ranks.is_target:
+            serve(config, ranks, parts, policy, first_step)
+            return None
+        engine = RanksEngine(config, ranks, parts, policy)
+        return _train(Trainer(config, parts, policy, ranks.stop, engine), resumed, measured)
+
+
+@contextlib.contextmanager
+def _running(
+    config: RunConfig,
+    policy: CompilePolicy,
+    placement: Placement,
+    stop: Stop,
+    resumed: TrainState | None,
+    *,
+    leads: bool = True,
+) -> Iterator[measuring.Measuring]:
+    """What surrounds a process's part of a run."""
+    devices = (*placement.targets, *placement.drafters)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_cpu_threads(config))
+        stack.enter_context(policy.watching())
+        if leads:
+            stack.enter_context(telemetry.listening(config, first_step=resumed.step if resumed else 0))
+        yield stack.enter_context(measuring.measuring(config, devices, stop))
+
+
+def _train(trainer: Trainer, resumed: TrainState | None, measured: measuring.Measuring) -> dict[str, Any] | None:
+    """Warm up, freeze, run, and report."""
+    config, policy = trainer.config, trainer.policy
     cache = CompileCache(config.compile.cache)
-    with _cpu_threads(config), policy.watching(), _stop_on_signals() as stop:
-        first_step = resumed.step if resumed else 0
-        devices = (*placement.targets, *placement.drafters)
-        with telemetry.listening(config, first_step=first_step), measuring.measuring(config, devices, stop) as measured:
-            parts = build(config, placement, policy)
-            trainer = Trainer(config, placement, parts, policy, stop)
-            measured.times = trainer.worker_times
-            trainer.start(resumed)
-            (config.output / "config.json").write_text(json.dumps(to_dict(config), indent=1))
-            with cache.active():
-                trainer.warm_up()
-                if policy.warms_up:
-                    cache.save()
-                with policy.frozen():
-                    trainer.run(first_step)
-                if not policy.warms_up:
-                    cache.save()
-            measure = {"measure": measured.result()} if config.measure.on else {}
-            result: dict[str, Any] = events.finite(trainer.result() | {"compile_cache": cache.state} | measure)
-            events.record("result", **result)
-    (config.output / "result.json").write_text(json.dumps(result, indent=1))
+    measured.times = trainer.engine.times
+    trainer.start(resumed)
+    if trainer.engine.leads:
+        (config.output / "config.json").write_text(json.dumps(to_dict(config), indent=1))
+    with cache.active():
+        trainer.warm_up()
+        if policy.warms_up:
+            cache.save()
+        with policy.frozen():
+            trainer.run(resumed.step if resumed else 0)
+        if not policy.warms_up:
+            cache.save()
+    collected = trainer.result()
+    if collected is None:
+        return None
+    measure = {"measure": measured.result()} if config.measure.on else {}
+    result: dict[str, Any] = events.finite(collected | {"compile_cache": cache.state} | measure)
+    events.record("result", **result)
+    (config.output / RESULT_FILE).write_text(json.dumps(result, indent=1))
     return result
 
 
 class Trainer:
-    """The state of a run in this process. `finish_step` runs in the leading drafter's thread while all others wait."""
+    """The state of a run in a process that has drafters. `finish_step` runs between two steps, while its workers wait."""
 
-    def __init__(self, config: RunConfig, placement: Placement, parts: Parts, policy: CompilePolicy, stop: Stop) -> None:
+    def __init__(self, config: RunConfig, parts: Parts, policy: CompilePolicy, stop: Stop, engine: Engine) -> None:
+        self.config, self.policy, self.engine = config, policy, engine
         self._config = config
-        self._placement = placement
         self._parts = parts
         self._policy = policy
         self._stop = stop
-        self._leader = parts.drafters[0]
-        self._acceptance = LiveAcceptance(config, self._leader)
+        self._leader = parts.drafters[0]  # the run's leader, or this process's equal of it
+        self._acceptance = LiveAcceptance(config, self._leader) if engine.leads else None
         self._optimizer = FlatAdamW(self._leader.flat, config.optim)
         self._validation: list[TargetStates] = []
         self._steps_done = 0
@@ -92,7 +152,6 @@ class Trainer:
         self._checkpoint_seconds = 0.0
         self._warmup_seconds = 0.0
         self._wall_seconds = 0.0
-        self._run: ThreadsRun | None = None
 
     def start(self, resumed: TrainState | None) -> None:
         """Load the resumed state or save the untrained drafter as step 0; measure the held-out batches' target states."""
@@ -104,8 +163,8 @@ class Trainer:
             self._optimizer.load_moments(resumed.moments)
             self._steps_done = resumed.step
             events.record("notice", text=f"resumed after step {resumed.step}")
-        self._copy_weights()
-        self._validation = self._parts.validation_states()
+        self.engine.share_weights()
+        self._validation = self.engine.validation_states()
 
     def warm_up(self) -> None:
         """Compile everything the run will call, one drafter after the other, forward and backward, in this thread.
@@ -118,10 +177,10 @@ class Trainer:
                 self._run_everything_once()
         self._warmup_seconds = time.perf_counter() - started
         if self._steps_done == 0 and self._config.checkpoint.keep_untrained and not self._config.measure.on:
-            self._save(0)
+            self._save_if_leading(0)
 
     def _run_everything_once(self) -> None:
-        first = self._parts.targets[0].produce(self._steps_done * self._config.optim.batches_per_step)
+        first = self.engine.states_to_warm_up(self._steps_done * self._config.optim.batches_per_step)
         for number, drafter in enumerate(self._parts.drafters):
             what = f"drafter {number + 1} of {len(self._parts.drafters)} on {drafter.device}"
             events.record("phase", text=f"warming up {what} ({self._policy.config.policy})")
@@ -131,77 +190,61 @@ class Trainer:
                 drafter.clear_gradients()
                 for states in self._validation[:1]:
                     drafter.validate(states)
-        for target in self._parts.targets[1:]:
-            target.produce(0)
 
     def run(self, first_step: int) -> None:
         """Start the engine and wait for its end."""
-        optim = self._config.optim
-        per_step = optim.batches_per_step
-        queue: OrderedQueue[TargetStates] = OrderedQueue(
-            capacity=self._config.telemetry.queue_items, first=first_step * per_step, end=optim.steps * per_step
-        )
-        self._run = ThreadsRun(
-            targets=device_time.timed_targets(self._parts.targets, self._config.measure),
-            drafters=device_time.timed_drafters(self._parts.drafters, self._config.measure),
-            queue=queue,
-            first_step=first_step,
-            num_steps=optim.steps,
-            batches_per_step=per_step,
-            finish_step=self.finish_step,
-            in_worker=self._policy.in_worker,
-        )
         events.record("phase", text="training")
         self._stop.stepping = True
         self._started = self._step_started = time.perf_counter()
         try:
-            run_threads(self._run)
+            self.engine.run(first_step, self.finish_step)
         finally:
             self._wall_seconds = time.perf_counter() - self._started
 
     def finish_step(self, step: int) -> bool:
         """Sum, update, copy, report, and save if it is time. Returns whether to go on."""
-        parts = sorted((c for d in self._parts.drafters for c in d.take_contributions()), key=lambda c: c.first_index)
+        parts = self.engine.collect(step)
         sums = add_sums([part.sums for part in parts]).on_host()
         norm, rate = self._update(step, parts, sums)
-        if len(self._parts.drafters) > 1:
-            self._copy_weights()
+        self.engine.after_update()
         self._steps_done = step + 1
         self._report(step, parts, sums, norm, rate)
-        self._step_started += self._acceptance.after_step(self._steps_done, parts, self._validation)
+        if self._acceptance is not None:
+            with self.engine.slow("estimating and decoding"):
+                self._step_started += self._acceptance.after_step(self._steps_done, parts, self._validation)
         self._policy.check()
         self._fx_errors += [leak for leak in seams.leaks(seams.tracing_state()) if leak not in self._fx_errors]
-        stop = self._stop.is_set()
+        stop = self.engine.any(self._stop.is_set())
         last = self._steps_done == self._config.optim.steps
         due = last or stop or self._steps_done % self._config.checkpoint.every_steps == 0
         if due and not self._config.measure.on:
-            self._save(self._steps_done)
+            self._save_if_leading(self._steps_done)
         return not stop
 
-    def worker_times(self) -> list[WorkerTimes]:
-        """What the threads did with their time so far; empty before they start."""
-        return self._run.times if self._run else []
-
-    def result(self) -> dict[str, Any]:
-        """The JSON line of the run."""
-        assert self._run is not None
-        report = self._policy.report()
+    def result(self) -> dict[str, Any] | None:
+        """The JSON line of the run, where this process leads."""
+        reports = self.engine.gather(report(self._policy, self.engine.times(), self._devices(), self._fx_errors))
+        if reports is None:
+            return None
+        assert self._acceptance is not None
+        policy, engine = self._policy.report(), self.engine
         seconds = self._wall_seconds - self._checkpoint_seconds - self._acceptance.seconds
         rate = self._tokens / seconds if seconds > 0 else 0.0
-        queue = self._run.queue.stats()
+        times = [times for one in reports for times in one.times]
+        fx_errors = [error for one in reports for error in one.fx_errors]
         return {
             "preset": self._config.preset,
             "engine": self._config.engine,
             "topology": str(Topology.parse(self._config.topology)),
-            "devices": [str(d) for d in (*self._placement.targets, *self._placement.drafters)],
+            "devices": list(engine.devices),
             "steps": self._steps_done,
             "stopped_early": self._steps_done < self._config.optim.steps,
             "tokens": self._tokens,
             "padding_tokens": self._padding_tokens,
             "tokens_per_second": rate,
-            "tokens_per_second_per_device": rate / self._placement.num_devices,
-            "tokens_per_second_per_target": rate / len(self._placement.targets),
-            "tokens_per_second_per_drafter": rate / len(self._placement.drafters),
+            "tokens_per_second_per_device": rate / engine.num_devices,
+            "tokens_per_second_per_target": rate / engine.num_targets,
+            "tokens_per_second_per_drafter": rate / engine.num_drafters,
             "loss": _mean(self._recent_losses),
             "acceptance": self._acceptance.result(),
             "empty_steps": self._empty_steps,
@@ -212,20 +255,24 @@ class Trainer:
                 "decoding": self._acceptance.seconds,
                 "warmup": self._warmup_seconds,
             },
-            "workers": [vars(times) for times in self._run.times],
-            "queue_occupancy": queue.mean_occupancy,
-            "supply_demand": telemetry.verdict(self._run.times),
-            "compile_policy": f"{report.policy} ({report.backend})",
-            "compiles_in_warmup": report.compiles_in_warmup,
-            "graph_runs": report.graph_runs,
-            "recompiles_after_warmup": len(report.recompiles_after_warmup),
-            "graph_breaks": report.graph_breaks,
-            "fallbacks": len(report.fallbacks),
-            "fx_errors": len(self._fx_errors),
-            "fx_error_messages": self._fx_errors,
-            "peak_memory_bytes": _peak_memory_bytes(self._placement),
+            "workers": [vars(each) for each in times],
+            "queue_occupancy": engine.queue_stats().mean_occupancy,
+            "supply_demand": telemetry.verdict(times),
+            "compile_policy": f"{policy.policy} ({policy.backend})",
+            "compiles_in_warmup": sum(one.compiles_in_warmup for one in reports),
+            "graph_runs": sum(one.graph_runs for one in reports),
+            "recompiles_after_warmup": sum(len(one.recompiles_after_warmup) for one in reports),
+            "graph_breaks": sum(one.graph_breaks for one in reports),
+            "fallbacks": sum(len(one.fallbacks) for one in reports),
+            "fx_errors": len(fx_errors),
+            "fx_error_messages": fx_errors,
+            "peak_memory_bytes": {name: peak for one in reports for name, peak in one.peak_memory_bytes.items()},
             "checkpoint": _last_checkpoint(self._config),
         }
+
+    def _devices(self) -> list[torch.device]:
+        targets = [target.device for target in self._parts.targets]
+        return targets + [drafter.device for drafter in self._parts.drafters]
 
     def _update(self, step: int, parts: list[Contribution], sums: LossSums) -> tuple[float, float]:
         weight = float(sums.weight)
@@ -250,14 +297,6 @@ class Trainer:
             drafter.clear_gradients()
         return norm, rate
 
-    def _copy_weights(self) -> None:
-        """Give the leader's weights to the others, whose streams do not wait for the leader's."""
-        for drafter in self._parts.drafters[1:]:
-            drafter.flat.weights.copy_(self._leader.flat.weights)
-            drafter.flat.refresh()
-        for device in {d.device for d in self._parts.drafters if d.device.type == "cuda"}:
-            torch.cuda.synchronize(device)
-
     def _report(self, step: int, parts: list[Contribution], sums: LossSums, norm: float, rate: float) -> None:
         now = time.perf_counter()
         batches = tuple(batch for part in parts for batch in part.batches)
@@ -266,13 +305,18 @@ class Trainer:
         self._tokens += stats.tokens
         self._padding_tokens += stats.padding_tokens
         self._recent_losses = [*self._recent_losses, stats.loss][-self._config.telemetry.log_every_steps :]
-        assert self._run is not None
         events.record(
             "step",
             **vars(stats),
             tokens_per_second=stats.tokens / stats.seconds,
-            queue_occupancy=self._run.queue.stats().mean_occupancy,
+            queue_occupancy=self.engine.queue_stats().mean_occupancy,
         )
+
+    def _save_if_leading(self, step: int) -> None:
+        self.engine.verify_weights()
+        if self.engine.leads:
+            with self.engine.slow(f"saving step {step}"):
+                self._save(step)
 
     def _save(self, step: int) -> None:
         started = time.perf_counter()
@@ -319,7 +363,7 @@ def step_stats(
     learning_rate: float = 0.0,
     *,
     seconds: float = 0.0,
-    batches: tuple[PackedBatch, ...] = (),
+    batches: tuple[BatchSummary, ...] = (),
 ) -> StepStats:
     """Sums as plain numbers: divided once, here, over all drafters and micro-batches. `step` counts from 0."""
     weight, blocks = float(sums.weight), float(sums.blocks)
@@ -344,6 +388,22 @@ def _last_checkpoint(config: RunConfig) -> str | None:
     return str(checkpoint.checkpoint_dir(config.output) / complete[-1]) if complete else None
 
 
+def _restarted(config: RunConfig) -> RunConfig:
+    """Torchrun runs the first command again: go on from what the run before has saved, if anything."""
+    return dataclasses.replace(config, resume=bool(checkpoint.list_complete(config.output)))
+
+
+def _finished(config: RunConfig) -> dict[str, Any] | None:
+    """The result of a run that had ended when torchrun started it again, because something failed after that."""
+    path = config.output / RESULT_FILE
+    if not config.resume or not path.exists():
+        return None
+    if checkpoint.list_complete(config.output)[-1] != checkpoint.step_name(config.optim.steps):
+        return None
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
 def _saved_state(config: RunConfig) -> TrainState | None:
     existing = checkpoint.list_complete(config.output)
     if config.resume:
@@ -360,39 +420,6 @@ def _saved_state(config: RunConfig) -> TrainState | None:
     return None
 
 
-class Stop(threading.Event):
-    """Set when the run was asked to stop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stepping = False  # whether there is a step to finish
-
-
-@contextlib.contextmanager
-def _stop_on_signals() -> Iterator[Stop]:
-    """Ctrl-C and SIGTERM ask the run to finish its step; before the first one, and a second Ctrl-C, interrupt at once.
-
-    Handlers are restored.
-    """
-    stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        if not stop.stepping or (stop.is_set() and number == signal.SIGINT):
-            raise KeyboardInterrupt
-        stop.set()
-        events.record("notice", text=f"{signal.Signals(number).name}: finishing the step, then saving; Ctrl-C again to drop it")
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 @contextlib.contextmanager
 def _cpu_threads(config: RunConfig) -> Iterator[None]:
     """Intra-op threads of each worker; only where the workers are CPU threads."""
@@ -403,11 +430,6 @@ def _cpu_threads(config: RunConfig) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _peak_memory_bytes(placement: Placement) -> dict[str, int]:
-    devices = {d for d in (*placement.targets, *placement.drafters) if d.type == "cuda"}
-    return {str(device): torch.cuda.max_memory_allocated(device) for device in sorted(devices, key=str)}
 
 
 def _mean(values: list[float]) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.cuda import comm
 
-from dflash.batch import LossSums, PackedBatch, TargetStates
+from dflash.batch import BatchSummary, LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
 from dflash.config import ConfigError, RunConfig
 from dflash.data.packing import PackedStream
@@ -40,7 +40,7 @@ class Contribution:
     first_index: int  # number of the first micro-batch in it: fixes the order of summation
     gradients: Tensor  # flat fp32, on the drafter's device
     sums: LossSums
-    batches: tuple[PackedBatch, ...]
+    batches: tuple[BatchSummary, ...]
     drafts: DraftCounts | None = None  # in steps whose acceptance is estimated
 
 
@@ -206,7 +206,7 @@ class DrafterModelWorker:
                 first_index=first.first_index,
                 gradients=first.gradients,
                 sums=add_sums([first.sums, sums]),
-                batches=(*first.batches, batch),
+                batches=(*first.batches, batch.summary()),
                 drafts=first.drafts + drafts if first.drafts and drafts else first.drafts or drafts,
             )
             self._contributions = [merged]
@@ -217,7 +217,7 @@ class DrafterModelWorker:
             gradients = gradients.clone()
             self.flat.clear_gradients()
         self._contributions.append(
-            Contribution(first_index=batch.index, gradients=gradients, sums=sums, batches=(batch,), drafts=drafts)
+            Contribution(first_index=batch.index, gradients=gradients, sums=sums, batches=(batch.summary(),), drafts=drafts)
         )
 
     def _describe_non_finite(self, states: TargetStates) -> str:

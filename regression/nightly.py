@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from regression import baseline, caches, confirm, laws, mirror, report
+from diagnostics import compile_cache
+from regression import baseline, confirm, laws, mirror, report
 from regression.child import ChildFailed
 from regression.decision import exit_code, judge, outcomes
 from regression.history import History, alert_record, by_workload, read
@@ -112,7 +113,7 @@ def _note(
         "name": tonight.name,
         "probed": probed,
         "commands": commands,
-        "cache": caches.inventory(),
+        "cache": compile_cache.summary(),
     }
 
 

@@ -234,8 +234,9 @@ def _cache(note: dict[str, Any], before: dict[str, Any]) -> Table:
         else (row["part"], f"{row['files']:,}", _mib(row), tables.NONE, tables.NONE)
         for row in cache["parts"]
     ]
+    states = f" ({', '.join(cache['states'])})" if "states" in cache else ""  # older nights have none
     total = f"{cache['files']:,} files, {cache['bytes'] / 2**20:,.1f} MiB in {cache['directory']}"
-    return Table(title=f"Compile cache: {total}", headers=headers, rows=rows, empty="The directory is empty.")
+    return Table(title=f"Compile cache{states}: {total}", headers=headers, rows=rows, empty="The directory is empty.")
 
 
 def _mib(row: Mapping[str, Any]) -> str:

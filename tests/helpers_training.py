@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dflash.batch import PackedBatch
 from dflash.config import (
     CheckpointConfig,
     CompileConfig,
@@ -19,6 +21,7 @@ from dflash.config import (
     TelemetryConfig,
 )
 from dflash.data.examples import Meta, write_examples
+from dflash.data.packing import PackedStream
 from dflash.data.synthetic import synthetic_examples
 
 BASE = RunConfig(
@@ -56,3 +59,13 @@ def write_synthetic(config: RunConfig, path: Path, lengths: list[int], **meta: A
     values: dict[str, Any] = {"target": "random", "vocab_size": 512, "mask_token_id": 5, "pad_token_id": 0, "eos_token_ids": (1,)}
     held = [type(e)(sample_id=f"held-{e.sample_id}", ids=e.ids, loss_mask=e.loss_mask) for e in examples_of(config, lengths)[:2]]
     write_examples(path, {"train": examples_of(config, lengths), "heldout": held}, Meta(**(values | meta)))
+
+
+def without_anchors(original: Any, numbers: Sequence[int]) -> Any:
+    """`PackedStream.batch` in which these micro-batches have no valid anchor."""
+
+    def batch(self: PackedStream, index: int) -> PackedBatch:
+        made: PackedBatch = original(self, index)
+        return dataclasses.replace(made, anchor_valid=made.anchor_valid & False) if index in numbers else made
+
+    return batch

@@ -100,7 +100,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     one = Machine(tmp_path / "nights")
     monkeypatch.setattr(nightly, "measure", one.measure)
     monkeypatch.setattr(nightly, "probe", one.probe)
-    monkeypatch.setattr(nightly.caches, "inventory", lambda: {"directory": None, "reason": "none here"})
+    monkeypatch.setattr(nightly.compile_cache, "summary", lambda: {"directory": None, "reason": "none here"})
     monkeypatch.setattr(confirm, "run_gate", one.gate)
     monkeypatch.setattr(confirm, "_is_here", lambda _: one.here)
     return one

@@ -19,7 +19,7 @@ import pytest
 from helpers_nights import CPU, FINDING, GPU, NIGHTS, START, commit, keep, note, one
 from helpers_regression import measurement
 
-from regression import caches, changes, junit, line, mirror, report
+from regression import changes, junit, line, mirror, report
 from regression.decision import outcomes
 from regression.history import History, read
 from regression.laws import Outcome
@@ -259,16 +259,13 @@ def test_the_commits_between_two_nights_are_listed_where_the_repository_has_them
     assert changes.commits(after, after)[0] == f"commit {new[:12]} with uncommitted changes, as before"
 
 
-def test_the_cache_inventory_counts_files_and_bytes(tmp_path: Path) -> None:
-    for path, size in (("ab/x.py", 10), ("fxgraph/a/b", 5), ("top", 1)):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_bytes(b"x" * size)
-    found = caches.inventory(tmp_path)
-    assert (found["files"], found["bytes"]) == (3, 16)
-    assert {row["part"]: (row["files"], row["bytes"]) for row in found["parts"]} == {"compiled code": (2, 11), "fxgraph": (1, 5)}
-    nothing = caches.inventory(tmp_path / "nothing")
-    assert nothing["directory"] is None
-    assert "TORCHINDUCTOR_CACHE_DIR would name another" in nothing["reason"]
+def test_a_cache_that_others_wrote_is_told_in_its_title_and_nights_without_states_have_none() -> None:
+    rows = [{"part": "FX graphs", "files": 3, "bytes": 2**20}]
+    cache = {"directory": "/tmp/c", "files": 3, "bytes": 2**20, "parts": rows}
+    told = report._cache({"cache": {**cache, "states": ["cold", "foreign"]}}, {"cache": cache})
+    assert told.title == "Compile cache (cold, foreign): 3 files, 1.0 MiB in /tmp/c"
+    assert [*told.rows] == [("FX graphs", "3", "1.0", "3", "1.0")]
+    assert report._cache({"cache": cache}, {}).title == "Compile cache: 3 files, 1.0 MiB in /tmp/c"
 
 
 def test_the_mirror_is_offline_without_a_key_and_has_a_stable_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,14 @@ import pytest
 import torch
 from helpers_training import examples_of, make_config, write_synthetic
 
-from dflash import checkpoint, events, trainer
+from dflash import checkpoint, events
 from dflash.__main__ import COMMANDS, main
 from dflash.checkpoint import CheckpointError
 from dflash.config import ConfigError, RunConfig, to_dict
 from dflash.data.examples import DataError, Meta, write_examples
 from dflash.data.packing import PackedStream
 from dflash.engine.queue import WorkerFailed
+from dflash.stopping import stop_on_signals
 from dflash.trainer import train
 from dflash.worker import DrafterModelWorker, NonFiniteError
 
@@ -285,6 +286,7 @@ def write_config(config: RunConfig, path: Path) -> Path:
 CHILD = """
 import json, sys
 from dflash.config import run_config_from_dict
+from dflash.stopping import stop_on_signals
 from dflash.trainer import train
 result = train(run_config_from_dict(json.load(open(sys.argv[1]))))
 print(json.dumps({"steps": result["steps"], "stopped_early": result["stopped_early"]}))
@@ -310,7 +312,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_cleanly(tmp_path: Path, numb
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_first_step_interrupts_at_once(number: signal.Signals) -> None:
-    with trainer._stop_on_signals() as stop:
+    with stop_on_signals() as stop:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
         stop.stepping = True

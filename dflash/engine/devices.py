@@ -12,10 +12,12 @@ from dflash.device import parse_device, require_gpus
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A device for every worker, targets first in `devices` of the configuration."""
+    """A device for every worker of this process, targets first in `devices` of the configuration."""
 
     targets: tuple[torch.device, ...]
     drafters: tuple[torch.device, ...]
+    first_target: int = 0  # number of the first of them, where others run in other processes
+    first_drafter: int = 0
 
     @property
     def num_devices(self) -> int:

@@ -4,57 +4,25 @@ One life: a target thread claims a micro-batch number, makes its `TargetStates` 
 order until the optimizer step has all of its micro-batches; then all drafters meet, the first of them (the leader) finishes
 the step alone, and they go on. A failure in any thread ends the run: the queue carries it to the others, the barrier breaks.
 
-This is the only file of the engine that starts threads; `run_threads` stops them too: ask, wait, and say which stayed.
+`run_threads` starts the threads and stops them: ask, wait, and say which stayed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from dflash import events
 from dflash.batch import TargetStates
+from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
 from dflash.engine.queue import OrderedQueue, WorkerFailed
 
 STOP_SECONDS = 0.7  # how long a failed run waits for the other threads
-
-
-@dataclass(kw_only=True)
-class WorkerTimes:
-    """What one thread did with its time. Written by that thread only; read after it ended or as a live estimate."""
-
-    worker: str
-    device: str
-    items: int = 0
-    tokens: int = 0
-    busy_seconds: float = 0.0
-    wait_seconds: float = 0.0  # target: queue full; drafter: queue empty
-    sync_seconds: float = 0.0  # drafter: waiting for the others and for the leader
-
-
-class TargetWorker(Protocol):
-    """Makes target states."""
-
-    device: torch.device
-
-    def produce(self, number: int) -> TargetStates:
-        """The states of one micro-batch, complete (synchronized) on this worker's device."""
-
-
-class DrafterWorker(Protocol):
-    """Turns target states into gradients."""
-
-    device: torch.device
-
-    def accumulate(self, states: TargetStates) -> None:
-        """Forward and backward of one micro-batch; returns when the device is done."""
 
 
 @dataclass(kw_only=True)
@@ -112,7 +80,7 @@ def _start(
 
     def main() -> None:
         try:
-            with _on_device(device), run.in_worker():
+            with on_device(device), run.in_worker():
                 body(run, times, *arguments)
         except (WorkerFailed, threading.BrokenBarrierError):
             pass  # somebody else failed; the queue holds the reason
@@ -126,16 +94,7 @@ def _start(
 
 
 def _target_loop(run: ThreadsRun, times: WorkerTimes, worker: TargetWorker) -> None:
-    while True:
-        with _timed(times, "wait_seconds"):
-            number = run.queue.claim()
-        if number is None:
-            return
-        with _timed(times, "busy_seconds"), events.span("target.forward", number=number):
-            states = worker.produce(number)
-        times.items += 1
-        times.tokens += states.batch.num_tokens
-        run.queue.put(number, states)
+    target_loop(run.queue, times, worker, Doing())
 
 
 def _drafter_loop(
@@ -147,8 +106,8 @@ def _drafter_loop(
 ) -> None:
     go_on = True
     for step in range(run.first_step, run.num_steps):
-        _consume(run, times, worker, before=(step + 1) * run.batches_per_step)
-        with _timed(times, "sync_seconds"):
+        consume(run.queue, times, worker, Doing(), before=(step + 1) * run.batches_per_step)
+        with syncing(times):
             barrier.wait()
             if is_leader:
                 with events.span("drafter.step", step=step):
@@ -158,35 +117,3 @@ def _drafter_loop(
             barrier.wait()
         if run.queue.stopped:
             return
-
-
-def _consume(run: ThreadsRun, times: WorkerTimes, worker: DrafterWorker, *, before: int) -> None:
-    while True:
-        with _timed(times, "wait_seconds"):
-            states = run.queue.get(before=before)
-        if states is None:
-            return
-        with _timed(times, "busy_seconds"), events.span("drafter.accumulate", number=states.batch.index):
-            worker.accumulate(states)
-        times.items += 1
-        times.tokens += states.batch.num_tokens
-
-
-@contextlib.contextmanager
-def _timed(times: WorkerTimes, field_name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        setattr(times, field_name, getattr(times, field_name) + time.perf_counter() - started)
-
-
-@contextlib.contextmanager
-def _on_device(device: torch.device) -> Iterator[None]:
-    """A GPU thread gets its device and a stream of its own, so that workers sharing a GPU overlap."""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]  # torch does not annotate it
-        yield

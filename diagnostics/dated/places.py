@@ -6,11 +6,11 @@ import os
 import re
 import site
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from getpass import getuser
 from pathlib import Path
+
+from diagnostics.caches.here import inductor_directory, triton_directory
 
 MAX_FILES = 500_000
 _SKIPPED = {".git", "node_modules", "__pycache__", ".nox", ".mypy_cache", ".ruff_cache", "proc", "sys", "dev"}
@@ -52,9 +52,7 @@ def places(folders: Sequence[Path]) -> Places:
 def usual() -> Places:
     """What a run on this machine uses when no folder is named: this Python's packages, this user's caches, the current folder."""
     here = places([Path.cwd()])
-    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path(tempfile.gettempdir()) / f"torchinductor_{getuser()}")
-    triton = os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
-    here.caches += [path for path in (Path(inductor), Path(triton)) if path not in here.caches]
+    here.caches += [path for path in (inductor_directory(), triton_directory()) if path not in here.caches]
     own = [Path(name) for name in (*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else []))]
     here.site_packages += [path for path in own if path.is_dir() and path not in here.site_packages and str(path) in sys.path]
     here.system_logs += [Path("/var/log") / name for name in sorted(_SYSTEM_LOGS) if (Path("/var/log") / name).is_file()]

@@ -1,0 +1,149 @@
+"""What a target and a drafter worker do all day, whatever runs them: a thread of one process, or a process of its own.
+
+A loop takes micro-batches from, or brings them to, something with the calls of `dflash.engine.queue.OrderedQueue`, keeps the
+times of its worker, and says in `Doing` what it is at, for whoever looks from another thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from dflash import events
+from dflash.batch import TargetStates
+
+Kind = Literal["slow", "working", "waiting"]
+
+
+@dataclass(kw_only=True)
+class WorkerTimes:
+    """What one worker did with its time. Written by that worker only; read after it ended or as a live estimate."""
+
+    worker: str
+    device: str
+    items: int = 0
+    tokens: int = 0
+    busy_seconds: float = 0.0
+    wait_seconds: float = 0.0  # target: queue full; drafter: queue empty
+    sync_seconds: float = 0.0  # drafter: waiting for the others and for the leader
+
+
+@dataclass(kw_only=True)
+class Doing:
+    """What a worker is at. Written by that worker only.
+
+    `slow` work (loading, compiling, saving) takes as long as it takes; `working` is one micro-batch or one update of the
+    weights; `waiting` ends when others have done something.
+    """
+
+    kind: Kind = "slow"
+    text: str = "starting"
+    since: float = field(default_factory=time.monotonic)
+
+    @contextlib.contextmanager
+    def at(self, kind: Kind, text: str) -> Iterator[None]:
+        """Be at `text` inside the block, and back at what it was before once it ends; after an exception `text` stays."""
+        before = self.kind, self.text
+        self._set(kind, text)
+        yield
+        self._set(*before)
+
+    def _set(self, kind: Kind, text: str) -> None:
+        self.kind, self.text, self.since = kind, text, time.monotonic()
+
+
+class TargetWorker(Protocol):
+    """Makes target states."""
+
+    device: torch.device
+
+    def produce(self, number: int) -> TargetStates:
+        """The states of one micro-batch, complete (synchronized) on this worker's device."""
+
+
+class DrafterWorker(Protocol):
+    """Turns target states into gradients."""
+
+    device: torch.device
+
+    def accumulate(self, states: TargetStates) -> None:
+        """Forward and backward of one micro-batch; returns when the device is done."""
+
+
+class Sink(Protocol):
+    """The producers' side of the queue."""
+
+    def claim(self) -> int | None:
+        """The number of the micro-batch to make, or None at the end."""
+
+    def put(self, number: int, item: TargetStates, /) -> None:
+        """Hand it over."""
+
+
+class Source(Protocol):
+    """The consumers' side of the queue."""
+
+    def get(self, *, before: int) -> TargetStates | None:
+        """The next item with a number below `before`, or None."""
+
+
+def target_loop(queue: Sink, times: WorkerTimes, worker: TargetWorker, doing: Doing) -> None:
+    """Make micro-batches until the queue has no more numbers."""
+    while True:
+        with _timed(times, "wait_seconds"), doing.at("waiting", "waiting for room at the drafters"):
+            number = queue.claim()
+        if number is None:
+            return
+        with _timed(times, "busy_seconds"), doing.at("working", f"target states of micro-batch {number}"):
+            with events.span("target.forward", number=number):
+                states = worker.produce(number)
+            times.items += 1
+            times.tokens += states.batch.num_tokens
+            queue.put(number, states)
+
+
+def consume(queue: Source, times: WorkerTimes, worker: DrafterWorker, doing: Doing, *, before: int) -> None:
+    """Take micro-batches until the optimizer step has all of its own."""
+    while True:
+        with _timed(times, "wait_seconds"), doing.at("waiting", f"waiting for a micro-batch before {before}"):
+            states = queue.get(before=before)
+        if states is None:
+            return
+        number = states.batch.index
+        with _timed(times, "busy_seconds"), doing.at("working", f"gradients of micro-batch {number}"):
+            with events.span("drafter.accumulate", number=number):
+                worker.accumulate(states)
+            times.items += 1
+            times.tokens += states.batch.num_tokens
+
+
+@contextlib.contextmanager
+def syncing(times: WorkerTimes) -> Iterator[None]:
+    """Count the block as time in which a drafter waits for the others."""
+    with _timed(times, "sync_seconds"):
+        yield
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """A GPU worker gets its device and a stream of its own, so that workers sharing a GPU overlap."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]  # torch does not annotate it
+        yield
+
+
+@contextlib.contextmanager
+def _timed(times: WorkerTimes, field_name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        setattr(times, field_name, getattr(times, field_name) + time.perf_counter() - started)

@@ -1,0 +1,316 @@
+"""N target and M drafter processes, started by torchrun: the only file that touches process groups.
+
+Groups: `control` (Gloo, all ranks: grants, headers, Python objects), `data` (all ranks: target states), `drafters` (gradients),
+each used by one kind of traffic so that none waits behind another; the last two are NCCL with one GPU a rank when
+devices are GPUs, else Gloo. The threads that use a group are the main one and the one that receives.
+
+`joined` is a rank's life: read torchrun's variables, agree with the others, watch each other, connect, run, leave. A failure on
+any rank ends all of them with exit code 1 within the time-out (`dflash.engine.watch`).
+
+Known limits: not run on NCCL. No FSDP2: a drafter, its gradients and its moments fit on each drafter's device. No tensor
+parallel targets: a target fits on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from dflash import events
+from dflash.config import ConfigError, RunConfig, Topology, to_dict
+from dflash.engine.launch import Agreement, Launch, Silent, differences, host
+from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
+from dflash.engine.roles import Roles
+from dflash.engine.transport import ReceivingQueue, SendingQueue
+from dflash.engine.watch import Peer, PeerLost, Watch
+from dflash.stopping import Stop, stop_on_signals
+
+GROUP_SECONDS = 7 * 24 * 3600.0  # the watch ends what hangs; torch's own limit must not end what is slow
+
+Made = TypeVar("Made")
+
+
+@dataclass(kw_only=True)
+class Ranks:
+    """This rank among the others. Built by `joined`; also the `Wire` of the transport."""
+
+    launch: Launch
+    roles: Roles
+    device: torch.device
+    doing: Doing
+    stop: Stop  # asked to by a signal
+    agreement: Agreement
+    control: Any
+    data: Any
+    drafters: Any
+    drafters_control: Any  # Gloo, for Python objects
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return self.launch.rank
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank reports and saves."""
+        return self.rank == 0
+
+    @property
+    def is_target(self) -> bool:
+        """Whether this rank makes target states."""
+        return self.rank in self.roles.targets
+
+    @property
+    def worker(self) -> str:
+        """Name of this rank's worker."""
+        return self.roles.worker(self.rank)
+
+    def agree(self, stage: str, make: Callable[[], Made], errors: tuple[type[Exception], ...]) -> Made:
+        """What `make` returns, if it returns on all ranks. Ends all of them, told once, where it raises one of `errors`."""
+        made: list[Made] = []
+        message = None
+        with self.doing.at("slow", stage):
+            try:
+                made.append(make())
+            except errors as error:
+                message = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            self.agreement.everyone(stage, {}, message)
+        return made[0]
+
+    def same(self, stage: str, facts: dict[str, Any]) -> None:
+        """End all ranks, told once, where the facts differ."""
+        different = differences(self.agreement.everyone(stage, facts))
+        if different:
+            self.agreement.end(0, different)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The objects of all ranks, on rank 0."""
+        with self.doing.at("waiting", "collecting results"), _talking():
+            rows: list[Any] | None = [None] * self.launch.world_size if self.leads else None
+            dist.gather_object(value, rows, dst=0, group=self.control)
+            return rows
+
+    def gather_from_drafters(self, value: Any) -> list[Any] | None:
+        """The objects of all drafters, in their order, on the leader."""
+        with _talking():
+            rows: list[Any] | None = [None] * len(self.roles.drafters) if self.leads else None
+            dist.gather_object(value, rows, dst=0, group=self.drafters_control)
+            return rows
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """[count, n] of each drafter as [M, count, n] on every drafter."""
+        result = rows.new_empty((len(self.roles.drafters), *rows.shape))
+        with _talking():
+            dist.all_gather(list(result.unbind(0)), rows, group=self.drafters)
+        return result
+
+    def sum_over_drafters(self, tensor: Tensor) -> None:
+        """Replace a tensor of every drafter by the sum over them."""
+        with _talking():
+            dist.all_reduce(tensor, group=self.drafters)
+
+    def from_leader(self, tensor: Tensor) -> None:
+        """Replace a tensor of every drafter by the leader's."""
+        with _talking():
+            dist.broadcast(tensor, src=0, group=self.drafters)
+
+    def any_drafter(self, flag: bool) -> bool:
+        """Whether the flag is set on at least one drafter."""
+        flags = torch.tensor([float(flag)], device=self.device)
+        self.sum_over_drafters(flags)
+        return bool(flags.item() > 0)
+
+    def send_control(self, values: list[int], to: int, tag: int) -> Callable[[], None]:
+        """See `dflash.engine.transport.Wire`."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        with _talking(to):
+            work = dist.isend(tensor, to, group=self.control, tag=tag)
+        return _waiting([work], to, tensor)
+
+    def receive_control(self, count: int, source: int, tag: int) -> Callable[[], list[int]]:
+        """See `dflash.engine.transport.Wire`."""
+        tensor = torch.empty(count, dtype=torch.int64)
+        with _talking(source):
+            wait = _waiting([dist.irecv(tensor, source, group=self.control, tag=tag)], source)
+
+        def values() -> list[int]:
+            wait()
+            result: list[int] = tensor.tolist()
+            return result
+
+        return values
+
+    def send_tensors(self, tensors: list[Tensor], to: int) -> Callable[[], None]:
+        """See `dflash.engine.transport.Wire`."""
+        with _talking(to):
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, t, to, self.data) for t in tensors])
+        return _waiting(works, to, *tensors)
+
+    def receive_tensors(self, tensors: list[Tensor], source: int) -> Callable[[], None]:
+        """See `dflash.engine.transport.Wire`."""
+        with _talking(source):
+            works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, source, self.data) for t in tensors])
+        return _waiting(works, source, *tensors)
+
+    def run_target(self, queue: SendingQueue, worker: TargetWorker) -> WorkerTimes:
+        """Make target states until the drafters want no more."""
+        times = WorkerTimes(worker=self.worker, device=str(self.device))
+        with on_device(self.device):
+            target_loop(queue, times, worker, self.doing)
+        return times
+
+    def run_drafter(self, run: DrafterRun, worker: DrafterWorker) -> None:
+        """Learn until the last step, or until `finish_step` says so on all drafters."""
+        with on_device(self.device):
+            run.queue.start()
+            for step in range(run.first_step, run.num_steps):
+                consume(run.queue, run.times, worker, self.doing, before=(step + 1) * run.batches_per_step)
+                with syncing(run.times), events.span("drafter.step", step=step):
+                    if not run.finish_step(step):
+                        break
+            with self.doing.at("waiting", "dropping what is no longer wanted"):
+                run.queue.close()
+
+
+@dataclass(kw_only=True)
+class DrafterRun:
+    """What the loop of a drafter needs."""
+
+    queue: ReceivingQueue
+    times: WorkerTimes
+    first_step: int
+    num_steps: int
+    batches_per_step: int
+    finish_step: Callable[[int], bool]  # called by every drafter with the 0-based step; False, on all of them, ends the run
+
+
+@contextlib.contextmanager
+def joined(config: RunConfig) -> Iterator[Ranks]:
+    """Be one rank of a run for the length of the block.
+
+    Configuration and versions must be equal on all ranks. Raises ConfigError where torchrun's variables are missing, and Silent
+    (a SystemExit) where this or another rank cannot start (2) or failed (1), after one of them has said why.
+    """
+    launch = Launch.read()
+    store = launch.open_store()
+    agreement = Agreement(store, launch)
+    roles, device, peers = _start(config, launch, agreement)
+    doing = Doing()
+    seconds = config.engine_timeout_seconds
+    watch = Watch(launch.open_store(), peers, launch.rank, doing, timeout_seconds=seconds, directory=config.output)
+    with stop_on_signals() as stop:
+        watch.start()
+        try:
+            with doing.at("slow", "connecting"):
+                ranks = _connect(launch, roles, device, doing, agreement, store, stop)
+            yield ranks
+            with doing.at("waiting", "waiting for all ranks to end"), _talking():
+                dist.barrier(group=ranks.control)
+            watch.stop()
+            dist.destroy_process_group()
+        except Silent:
+            raise
+        except BaseException as error:  # noqa: BLE001 - every failure is told to the other ranks, and ends the process
+            stop.stepping = True  # torchrun's SIGTERM must not cut the telling short
+            code = watch.failed(error).code
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(code or 1))  # process groups with open transfers can hang when they are torn down
+
+
+def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Roles, torch.device, list[Peer]]:
+    """What can be said before connecting: all ranks are of one kind, as many as workers, and have their devices."""
+    error = None
+    try:
+        device = _device(config, launch)
+    except ConfigError as found:
+        error, device = str(found), torch.device("cpu")
+    said = agreement.everyone("start", {"node": launch.node, "host": host(), "pid": os.getpid(), "facts": _facts(config)}, error)
+    different = differences([one["facts"] for one in said])
+    if different:
+        agreement.end(0, different)
+    try:
+        roles = Roles.assign(Topology.parse(config.topology), tuple(one["node"] for one in said))
+    except ConfigError as found:
+        agreement.end(0, str(found))
+    peers = [Peer(rank=rank, worker=roles.worker(rank), host=one["host"], pid=one["pid"]) for rank, one in enumerate(said)]
+    return roles, device, peers
+
+
+def _facts(config: RunConfig) -> dict[str, Any]:
+    """What must be equal on all ranks."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
+    return {"versions": versions | {"python": platform.python_version()}, "config": to_dict(config)}
+
+
+def _device(config: RunConfig, launch: Launch) -> torch.device:
+    if config.devices == "cpu":
+        return torch.device("cpu")
+    found, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    if found < launch.local_world_size:
+        raise ConfigError(
+            f"--engine processes needs a GPU for each of the {launch.local_world_size} processes of this machine, rank "
+            f"{launch.rank} on {host()} found {found} (CUDA_VISIBLE_DEVICES {visible}): "
+            f"start fewer (--nproc-per-node), or use --devices cpu"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+def _connect(
+    launch: Launch, roles: Roles, device: torch.device, doing: Doing, agreement: Agreement, store: Store, stop: Stop
+) -> Ranks:
+    limit = timedelta(seconds=GROUP_SECONDS)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    prefix = PrefixStore("groups", store)
+    dist.init_process_group("gloo", store=prefix, rank=launch.rank, world_size=launch.world_size, timeout=limit)
+    fast = "nccl" if device.type == "cuda" else "gloo"
+    drafters = list(roles.drafters)
+    ranks = Ranks(
+        launch=launch,
+        roles=roles,
+        device=device,
+        doing=doing,
+        stop=stop,
+        agreement=agreement,
+        control=dist.group.WORLD,
+        data=dist.new_group(backend=fast, timeout=limit),
+        drafters=dist.new_group(drafters, backend=fast, timeout=limit),
+        drafters_control=dist.new_group(drafters, backend="gloo", timeout=limit),
+    )
+    dist.all_reduce(torch.zeros(1, device=device), group=ranks.data)  # NCCL wants all ranks in a group's first operation
+    return ranks
+
+
+@contextlib.contextmanager
+def _talking(peer: int | None = None) -> Iterator[None]:
+    """What torch.distributed raises when a connection breaks, as PeerLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(peer, error) from error
+
+
+def _waiting(works: Sequence[Any], peer: int, *kept: Tensor) -> Callable[[], None]:
+    """Wait for transfers, until tensors on a GPU are complete; `kept` stay alive until then."""
+
+    def wait() -> None:
+        with _talking(peer):
+            for work in works:
+                work.wait()
+            if any(tensor.is_cuda for tensor in kept):
+                torch.cuda.current_stream().synchronize()
+
+    return wait

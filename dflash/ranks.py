@@ -1,0 +1,249 @@
+"""The engine `processes` as the trainer sees it, and the life of a rank that is a target.
+
+On CPUs a drafter gets the gradients of every micro-batch of the step from the others and adds them up in the order of the
+micro-batches, so that any number of drafters gives the same bits as one; that moves as many gradients as a step has
+micro-batches. On GPUs the flat gradients are all-reduced in place. Either way every drafter makes the same update; at every
+checkpoint it is verified that the weights are still the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash.assembly import Parts
+from dflash.batch import LossSums, PackedBatch, TargetStates
+from dflash.compile_policy import CompilePolicy
+from dflash.config import RunConfig, Topology
+from dflash.engine.devices import Placement
+from dflash.engine.loops import WorkerTimes
+from dflash.engine.processes import DrafterRun, Ranks
+from dflash.engine.queue import QueueStats
+from dflash.engine.transport import ReceivingQueue, SendingQueue, StatesShape, checksum, receive_states, send_states
+from dflash.exchange import ProcessReport, report
+from dflash.modeling.tree_estimate import DraftCounts
+from dflash.worker import Contribution, DrafterModelWorker, NonFiniteError
+
+_SUMS = tuple(field.name for field in dataclasses.fields(LossSums))
+
+
+def placement_of(ranks: Ranks) -> Placement:
+    """The one worker of this rank."""
+    if ranks.is_target:
+        return Placement(targets=(ranks.device,), drafters=(), first_target=ranks.roles.targets.index(ranks.rank))
+    return Placement(targets=(), drafters=(ranks.device,), first_drafter=ranks.roles.drafters.index(ranks.rank))
+
+
+def states_shape(config: RunConfig, parts: Parts, device: torch.device) -> StatesShape:
+    """What travels in this run."""
+    rows, tokens, shape = config.data.rows_per_batch, config.data.sequence_length, parts.shape
+    return StatesShape(
+        features=(rows, tokens, len(shape.target_layer_ids) * shape.hidden_size),
+        final_hidden=(rows, tokens, shape.hidden_size) if config.loss.kind == "kl" else None,
+        dtype=torch.float32 if device.type == "cpu" else getattr(torch, config.target.dtype),
+    )
+
+
+def serve(config: RunConfig, ranks: Ranks, parts: Parts, policy: CompilePolicy, first_step: int) -> None:
+    """Be a target: make what the drafters warm up and validate with, then what they ask for, and report."""
+    shape, checksums = states_shape(config, parts, ranks.device), config.transport.checksums
+    worker, per_step = parts.targets[0], config.optim.batches_per_step
+    with policy.in_worker():
+        with ranks.doing.at("slow", "target states for the warm-up"):
+            serves = ranks.rank == ranks.roles.targets[0]
+            for batch in parts.heldout_batches() if serves else ():
+                send_states(ranks, worker.run(batch), 0, shape, checksums=checksums)()
+            if policy.warms_up:
+                first = worker.produce(first_step * per_step)
+                for drafter in ranks.roles.drafters if serves else ():
+                    send_states(ranks, first, drafter, shape, checksums=checksums)()
+        queue = SendingQueue(
+            ranks, ranks.roles, shape, first=first_step * per_step, end=config.optim.steps * per_step, checksums=checksums
+        )
+        ranks.stop.stepping = True
+        with policy.frozen():
+            times = ranks.run_target(queue, worker)
+    policy.check()
+    ranks.gather(report(policy, [times], [ranks.device]))
+
+
+class RanksEngine:
+    """One drafter of this process among the other ranks."""
+
+    def __init__(self, config: RunConfig, ranks: Ranks, parts: Parts, policy: CompilePolicy) -> None:
+        self._config, self._ranks, self._parts, self._policy = config, ranks, parts, policy
+        self._drafter = parts.drafters[0]
+        self._shape = states_shape(config, parts, ranks.device)
+        topology = Topology.parse(config.topology)
+        self.leads = ranks.leads
+        self.num_targets, self.num_drafters = topology.targets, topology.drafters
+        self.num_devices = topology.targets + topology.drafters
+        self.devices = [str(ranks.device.type)] * self.num_devices  # each rank has one of its own
+        self._times = WorkerTimes(worker=ranks.worker, device=str(ranks.device))
+        self._queue: ReceivingQueue | None = None
+
+    def states_to_warm_up(self, number: int) -> TargetStates:
+        """See `dflash.exchange.Engine`; made by the first target for all drafters."""
+        return self._receive(self._parts.stream.batch(number))
+
+    def validation_states(self) -> list[TargetStates]:
+        """See `dflash.exchange.Engine`."""
+        batches = self._parts.heldout_batches() if self.leads else []
+        return [self._receive(batch) for batch in batches]
+
+    def share_weights(self) -> None:
+        """See `dflash.exchange.Engine`."""
+        self._ranks.from_leader(self._drafter.flat.weights)
+        self._drafter.flat.refresh()
+
+    def collect(self, step: int) -> list[Contribution]:
+        """See `dflash.exchange.Engine`. Every drafter takes part, also one without a micro-batch or a valid anchor."""
+        own = sorted(self._drafter.take_contributions(), key=lambda part: part.first_index)
+        with self._ranks.doing.at("waiting", f"adding up the gradients of step {step + 1}"):
+            told = self._ranks.gather_from_drafters([(part.first_index, part.batches, _on_cpu(part.drafts)) for part in own])
+            remarks = {row[0]: row for rows in told or [] for row in rows}
+            if self._ranks.device.type == "cuda":
+                return [self._reduced(own, [remarks[index] for index in sorted(remarks)])]
+            return self._all(step, own, remarks)
+
+    def after_update(self) -> None:
+        """See `dflash.exchange.Engine`; each drafter has made the same update."""
+
+    def verify_weights(self) -> None:
+        """See `dflash.exchange.Engine`."""
+        sums = self._ranks.gather_from_drafters(checksum([self._drafter.flat.weights]))
+        if sums and len(set(sums)) > 1:
+            raise RuntimeError(
+                f"the drafters' weights have drifted apart, checksums {sums}: memory or a GPU is broken, or the machines are not "
+                f"of one kind; the checkpoint before is good"
+            )
+
+    def any(self, flag: bool) -> bool:
+        """See `dflash.exchange.Engine`."""
+        with self._ranks.doing.at("waiting", "agreeing whether to go on"):
+            return self._ranks.any_drafter(flag)
+
+    def slow(self, what: str) -> AbstractContextManager[None]:
+        """See `dflash.exchange.Engine`."""
+        return self._ranks.doing.at("slow", what)
+
+    def run(self, first_step: int, finish_step: Callable[[int], bool]) -> None:
+        """See `dflash.exchange.Engine`."""
+        per_step, steps = self._config.optim.batches_per_step, self._config.optim.steps
+        numbers = self._ranks.roles.numbers_of_drafter(self._ranks.rank, first_step * per_step, steps * per_step)
+        self._queue = ReceivingQueue(
+            self._ranks,
+            self._ranks.roles,
+            self._shape,
+            self._parts.stream.batch,
+            numbers=numbers,
+            slots=-(-self._config.telemetry.queue_items // self.num_drafters),
+            checksums=self._config.transport.checksums,
+        )
+        run = DrafterRun(
+            queue=self._queue,
+            times=self._times,
+            first_step=first_step,
+            num_steps=steps,
+            batches_per_step=per_step,
+            finish_step=finish_step,
+        )
+        with self._policy.in_worker():
+            self._ranks.run_drafter(run, _Blaming(self._drafter, self._ranks))
+
+    def times(self) -> Sequence[WorkerTimes]:
+        """See `dflash.exchange.Engine`."""
+        return [self._times]
+
+    def queue_stats(self) -> QueueStats:
+        """See `dflash.exchange.Engine`."""
+        assert self._queue is not None
+        return self._queue.stats()
+
+    def gather(self, own: ProcessReport) -> list[ProcessReport] | None:
+        """See `dflash.exchange.Engine`."""
+        return self._ranks.gather(own)
+
+    def _receive(self, batch: PackedBatch) -> TargetStates:
+        source = self._ranks.roles.targets[0]
+        return receive_states(self._ranks, lambda: batch, source, self._shape, checksums=self._config.transport.checksums)()
+
+    def _reduced(self, own: list[Contribution], remarks: list[Any]) -> Contribution:
+        """One sum over all drafters; on a GPU a drafter's own micro-batches are one sum already."""
+        width = self._parts.shape.block_size - 1
+        sums = _vector(own[0].sums) if own else torch.zeros(4 + 2 * width, device=self._ranks.device)
+        gradients = self._drafter.flat.gradients
+        if not own:
+            gradients.zero_()  # they may hold what the step before left
+        self._ranks.sum_over_drafters(gradients)
+        self._ranks.sum_over_drafters(sums)
+        drafts = [row[2] for row in remarks if row[2] is not None]
+        return Contribution(
+            first_index=0,
+            gradients=gradients,
+            sums=_sums(sums, width),
+            batches=tuple(batch for row in remarks for batch in row[1]),
+            drafts=_added(drafts),
+        )
+
+    def _all(self, step: int, own: list[Contribution], remarks: dict[int, Any]) -> list[Contribution]:
+        """The contribution of every micro-batch of the step. Remarks (batches, drafts) are the leader's only."""
+        per_step, roles = self._config.optim.batches_per_step, self._ranks.roles
+        numbers = range(step * per_step, (step + 1) * per_step)
+        width, size = self._parts.shape.block_size - 1, self._drafter.flat.gradients.numel()
+        rows = torch.zeros(-(-per_step // self.num_drafters), size + 4 + 2 * width)
+        for row, part in zip(rows, own, strict=False):
+            row.copy_(torch.cat([part.gradients, _vector(part.sums)]))
+        everything = self._ranks.gather_rows(rows)
+        places = dict.fromkeys(roles.drafters, 0)
+        parts = []
+        for number in numbers:
+            drafter = roles.drafter_of(number)
+            row = everything[roles.drafters.index(drafter), places[drafter]]
+            places[drafter] += 1
+            remark = remarks.get(number, (number, (), None))
+            sums = _sums(row[size:], width)
+            parts.append(Contribution(first_index=number, gradients=row[:size], sums=sums, batches=remark[1], drafts=remark[2]))
+        return parts
+
+
+class _Blaming:
+    """A drafter that says whose states were not finite."""
+
+    def __init__(self, drafter: DrafterModelWorker, ranks: Ranks) -> None:
+        self.device = drafter.device
+        self._drafter, self._ranks = drafter, ranks
+
+    def accumulate(self, states: TargetStates) -> None:
+        try:
+            self._drafter.accumulate(states)
+        except NonFiniteError as error:
+            rank = self._ranks.roles.target_of(states.batch.index)
+            raise NonFiniteError(f"{error}. Its target states are from rank {rank} ({self._ranks.roles.worker(rank)})") from error
+
+
+def _vector(sums: LossSums) -> Tensor:
+    """fp32 [4 + 2 * (B-1)]."""
+    return torch.cat([getattr(sums, name).reshape(-1).float() for name in _SUMS])
+
+
+def _sums(vector: Tensor, width: int) -> LossSums:
+    lengths = [width if name in ("correct", "counted") else 1 for name in _SUMS]
+    values = dict(zip(_SUMS, torch.split(vector, lengths), strict=True))
+    return LossSums(**{name: value if name in ("correct", "counted") else value[0] for name, value in values.items()})
+
+
+def _on_cpu(drafts: DraftCounts | None) -> DraftCounts | None:
+    return None if drafts is None else drafts.to("cpu")
+
+
+def _added(drafts: list[DraftCounts]) -> DraftCounts | None:
+    total = None
+    for one in drafts:
+        total = one if total is None else total + one
+    return total

@@ -1,0 +1,75 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash.__main__ import main
+from dflash.config import ConfigError
+from dflash.engine.launch import Launch, differences
+
+VARIABLES = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+}
+
+
+def test_without_torchrun_the_command_says_how_to_start_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", "--preset", "tiny-cpu", "--engine", "processes"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("error:") == 1
+    assert "not set: RANK, WORLD_SIZE" in shown
+    assert "torchrun --nproc-per-node N -m dflash train" in shown
+
+
+@pytest.mark.parametrize(("name", "value"), [("MASTER_ADDR", ""), ("RANK", "first")])
+def test_a_missing_or_wrong_variable_is_named(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Launch.read(VARIABLES | {name: value})
+
+
+def test_a_store_that_nobody_serves_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash.engine.launch.CONNECT_SECONDS", 0.5)
+    with pytest.raises(ConfigError, match="no store answers at MASTER_ADDR localhost, MASTER_PORT 1"):
+        Launch.read(VARIABLES).open_store()
+
+
+def test_differences_name_the_value_and_both_ranks() -> None:
+    one = {"versions": {"torch": "2.13.0"}, "config": {"seed": 0, "optim": {"steps": 5}}}
+    other = {"versions": {"torch": "2.12.1"}, "config": {"seed": 0, "optim": {"steps": 6}}}
+    text = differences([one, one, other])
+    assert text is not None
+    assert "config.optim.steps is 6 on rank 2 and 5 on rank 0" in text
+    assert "versions.torch is '2.12.1' on rank 2 and '2.13.0' on rank 0" in text
+    assert "rank 1" not in text
+    assert differences([one, dict(one)]) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--devices", "cuda:0"], "has one device of its own"), (["--measure"], "times --engine threads only"),
+     (["--engine-timeout-seconds", "0"], "engine-timeout-seconds is 0.0")],
+)  # fmt: skip
+def test_what_processes_cannot_do_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--preset", "tiny-cpu", "--engine", "processes", *flags])
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from helpers_training import make_config  # noqa: PLC0415
+
+    from dflash.engine.processes import _device  # noqa: PLC0415 - private, and only here
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = make_config(tmp_path, engine="processes", devices="cuda")
+    with pytest.raises(ConfigError, match=r"each of the 2 processes of this machine, rank 3 on \S+ found 1"):
+        _device(config, Launch.read(VARIABLES))
