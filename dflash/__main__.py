@@ -1,4 +1,4 @@
-"""`python -m dflash prepare | train | evaluate | export | check | import`: parse, run, print one JSON line, exit code.
+"""`python -m dflash prepare | train | evaluate | export | check | plan | import`: parse, run, print one JSON line, exit code.
 
 Progress and errors go to stderr; the last line of stdout is the result as one JSON object. Exit codes: 0 fine, 1 the run
 failed, found an FX error or lost tokens in float32, or a check failed, 2 bad usage or input, 3 asked to measure or check
@@ -35,6 +35,7 @@ USAGE = """usage: python -m dflash COMMAND ...
   evaluate  speculative decoding of held-out prompts: evaluate RUN [--checkpoint best]
   export    write a run's drafter in z-lab's DFlash format: export RUN OUT [--checkpoint best]
   check     is a drafter what a server will take it for: check RUN|CHECKPOINT|EXPORT [--target T]
+  plan      memory, work and speed of a run before it starts: plan --preset P [--rates FILE] [--gpu-memory-gib G] [any field]
   import    a drafter of another program in z-lab's DFlash format: import SOURCE OUT --target T"""
 
 
@@ -102,6 +103,15 @@ def train_command(arguments: list[str]) -> dict[str, Any] | None:
     return train(config)
 
 
+def plan_command(arguments: list[str]) -> dict[str, Any]:
+    """`plan`: fields as in `train`."""
+    from dflash import plan  # noqa: PLC0415 - see train_command
+
+    own, fields = plan.options(arguments)
+    config = tyro.cli(RunConfig, prog="python -m dflash plan", default=_preset_of(fields), args=fields)
+    return plan.plan(config, plan.read_rates(own.rates) if own.rates else None, own.gpu_memory_gib)
+
+
 def prepare_command(arguments: list[str]) -> dict[str, Any]:
     """`prepare`."""
     from dflash.data.prepare import prepare  # noqa: PLC0415 - see train_command
@@ -154,6 +164,7 @@ COMMANDS: dict[str, Callable[[list[str]], dict[str, Any] | None]] = {
     "evaluate": evaluate_command,
     "export": export_command,
     "check": check_command,
+    "plan": plan_command,
     "import": import_command,
 }
 
@@ -188,7 +199,7 @@ def _preset_of(arguments: list[str]) -> RunConfig:
             return presets.preset(argument.removeprefix("--preset="))
     if {"-h", "--help"} & set(arguments):
         return RunConfig()
-    raise ConfigError(f"train needs --preset: one of {', '.join(presets.PRESETS)}")
+    raise ConfigError(f"a run needs --preset: one of {', '.join(presets.PRESETS)}")
 
 
 def _exit_code(result: dict[str, Any]) -> int:

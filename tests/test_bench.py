@@ -15,12 +15,13 @@ from dflash.compile_policy import CompilePolicy
 from dflash.config import CompileConfig, ConfigError, TargetConfig
 from dflash.modeling.masks import BlockLayout, dense_mask
 from dflash.modeling.target import TargetRunner, load_target, text_config
+from dflash.modeling.work import drafter_step_tflop, target_forward_tflop
 from dflash.worker import DrafterModelWorker
+from regression import baseline
 from regression.bench import __main__ as front
-from regression.bench import drafter_step, settings
+from regression.bench import drafter_step, scaling, settings
 from regression.bench.figures import Figure, Result, table
 from regression.bench.settings import Settings
-from regression.bench.work import drafter_step_tflop, target_forward_tflop
 from regression.child import ChildFailed
 
 CPU = torch.device("cpu")
@@ -133,9 +134,10 @@ def test_a_bench_that_fails_loses_only_its_own_figures(
     file = tmp_path / "figures.json"
     assert front.main([*names, "--device", "cpu", "--json", str(file)]) == code
     content = json.loads(file.read_text())
-    assert set(content) == {"command", "fingerprint", "results", "failures"}
+    assert set(content) == {"kind", "command", "fingerprint", "results", "failures"}
     assert list(content["results"]) == [name for name in names if name != "pipeline"]
     assert list(content["failures"]) == [name for name in names if name == "pipeline"]
+    assert baseline.earlier_formats(tmp_path) == []  # figures may lie beside baselines, which they are not
 
 
 @pytest.mark.parametrize(
@@ -163,3 +165,24 @@ def test_bf16_copies_are_refused_where_training_is_in_fp32() -> None:
     policy = CompilePolicy(CompileConfig(policy="eager"), num_drafters=1)
     with pytest.raises(ConfigError, match="bf16-copies"):
         DrafterModelWorker("drafter-0", config, shape, drafter_step.random_ends(shape, CPU), CPU, policy)
+
+
+def scaled_point(axis: str, factor: int, *, tflop: float) -> scaling.Point:
+    sizes = {"context": 1, "anchors": 1, "vocabulary": 1}
+    return scaling.Point(axis=axis, factor=factor, milliseconds=3.0 + 20.0 * tflop, tflop=tflop, peak_bytes=0, **sizes)
+
+
+def test_the_fitted_law_finds_fixed_part_and_rate_and_the_exponent_is_a_slope() -> None:
+    points = [scaled_point("context", factor, tflop=0.5 * factor) for factor in (1, 2, 4)]
+    assert scaling.fit(points) == pytest.approx((3.0, 20.0))
+    assert scaling.exponent((1, 2, 4), [5.0, 20.0, 80.0]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("axis", scaling.AXES)
+def test_one_size_at_a_time_is_multiplied(axis: str) -> None:
+    def sizes(factor: int) -> tuple[int, ...]:
+        config, shape = scaling.shapes(TINY, axis, factor)
+        return config.data.sequence_length, config.data.num_anchors, shape.vocab_size
+
+    changed = [after / before for before, after in zip(sizes(1), sizes(4), strict=True)]
+    assert changed == [4.0 if name == axis else 1.0 for name in scaling.AXES]

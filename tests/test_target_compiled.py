@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from modeling_batches import packed_batch
 
@@ -12,9 +11,8 @@ LAYERS = (1, 3, 5)
 ROWS = ([64], [20, 30], [40], [10, 20, 34])  # documents: a full row, two, one with padding, three
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # one kind of layer, and two in turns
-def test_compiled_layers_give_the_same_features_and_compile_nothing_after_the_first_batch(name: str) -> None:
-    config = TargetConfig(path=f"random:{name}", dtype="float32")
+def test_compiled_layers_give_the_same_features_and_compile_nothing_after_the_first_batch() -> None:
+    config = TargetConfig(path="random:gemma3", dtype="float32")  # two kinds of layers, in turns
     batches = [packed_batch([documents], length=64, anchors=[[]], num_anchors=1) for documents in ROWS]
     policy = CompilePolicy(CompileConfig(backend="aot_eager"), num_drafters=1)
     plain = TargetRunner(load_target(config, device="cpu")[0], LAYERS, keep_final_hidden=True)

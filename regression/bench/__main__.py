@@ -12,6 +12,7 @@
 | `warm_start` | process start to the first step at full speed: cold, and with the compile cache |
 | `pipeline` | target and drafter together through the trainer, beside each alone |
 | `probes` | training under fxprobe beside training without |
+| `scaling` | the drafter's step against context, anchors and vocabulary, beside its useful work |
 
 Each bench runs in a fresh process and measures its ceilings there. Results are written as they come: a bench that fails, or
 takes over `--timeout-seconds`, loses only its own figures. Files have the form of `regression/baselines/h200-*.json`.
@@ -34,11 +35,12 @@ from rich.console import Console
 from dflash.config import ConfigError
 from dflash.files import write_whole
 from diagnostics.environment import fingerprint
+from regression import baseline
 from regression.bench import settings as bench
 from regression.bench.figures import Result, table
 from regression.child import ChildFailed, run_json
 
-BENCHES = ("drafter_step", "target_forward", "specforge", "warm_start", "pipeline", "probes")
+BENCHES = ("drafter_step", "target_forward", "specforge", "warm_start", "pipeline", "probes", "scaling")
 MUST_BE_ZERO = ("recompiles", "fallbacks")
 
 
@@ -80,7 +82,8 @@ def _run(name: str, options: argparse.Namespace) -> Result:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    content = {"command": f"python -m regression.bench {' '.join(sys.argv[1:])}".strip(), "fingerprint": fingerprint(), **values}
+    command = f"python -m regression.bench {' '.join(sys.argv[1:])}".strip()
+    content = {"kind": baseline.RESULT, "command": command, "fingerprint": fingerprint(), **values}
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
 
 

@@ -32,12 +32,12 @@ from dflash.modeling.head_scores import score
 from dflash.modeling.loss import draft_loss
 from dflash.modeling.masks import BlockLayout
 from dflash.modeling.shape import DrafterShape
+from dflash.modeling.work import drafter_step_tflop
 from dflash.worker import DrafterModelWorker
 from regression.bench import settings as bench
 from regression.bench.clock import Marks, ceilings, milliseconds, peak_bytes, reset_peak, synchronize
 from regression.bench.figures import Figure, Result
 from regression.bench.settings import Settings
-from regression.bench.work import drafter_step_tflop
 
 GIB = 2**30
 
@@ -69,7 +69,7 @@ def measure(settings: Settings) -> Result:
     figures += [Figure(name=name, value=count, unit="a run", goal=settings.goal(0)) for name, count in counted.items()]
     figures.append(Figure(name="first step, compiling", value=first_step_seconds, unit="s"))
     details = {"reasons": [*report.recompiles_after_warmup, *report.fallbacks], **best, **_sizes(config, shape)}
-    details["levers"] = list(settings.levers)
+    details |= {"levers": list(settings.levers), "parameters": worker.flat.weights.numel()}
     return Result(bench="drafter_step", shape=settings.shape, device=str(device), figures=tuple(figures), details=details)
 
 

@@ -22,11 +22,11 @@ from dflash.compile_policy import CompilePolicy
 from dflash.modeling.anatomy import text_config, text_decoder
 from dflash.modeling.feature_layers import target_layer_ids
 from dflash.modeling.target import TargetRunner, load_target
+from dflash.modeling.work import target_forward_tflop
 from regression.bench import settings as bench
 from regression.bench.clock import ceilings, milliseconds, peak_bytes, reset_peak, synchronize
 from regression.bench.figures import Figure, Result
 from regression.bench.settings import Settings
-from regression.bench.work import target_forward_tflop
 
 DOCUMENTS = 4  # of the packed row
 

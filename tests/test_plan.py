@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from dflash import __main__ as command
+from dflash import plan
+from dflash.config import ConfigError, RunConfig
+from dflash.modeling.random_targets import RANDOM_TARGETS
+from dflash.modeling.target import TargetRunner
+from dflash.plan import Rates
+from dflash.presets import qwen3_8b, smollm2_135m
+
+BASELINES = Path(__file__).parent.parent / "regression" / "baselines"
+SMOLLM2 = LlamaConfig(
+    vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+)  # fmt: skip
+TINY = dataclasses.replace(
+    qwen3_8b(),
+    target=dataclasses.replace(qwen3_8b().target, path="random:qwen3", mask_token_id=511),
+    topology="2t+1d",
+    devices="cuda",
+)
+RATES = Rates(drafter_tflops=2.0, target_tflops=4.0, update_seconds_per_parameter=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("config", "target"),
+    [(qwen3_8b(), RANDOM_TARGETS["qwen3-8b"]()), (smollm2_135m(), SMOLLM2)],
+    ids=["qwen3-8b", "smollm2-135m"],
+)
+def test_memory_is_within_15_percent_of_what_an_h200_was_measured_to_hold(
+    config: RunConfig, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = json.loads((BASELINES / f"h200-{config.preset}.json").read_text())["result"]["peak_memory_bytes"]["cuda:0"]
+    monkeypatch.setattr(plan, "_target_config", lambda _config: target)
+    assert plan.plan(config)["memory_gib"]["cuda:0"] == pytest.approx(measured / 2**30, rel=0.15)
+
+
+def test_parameters_are_those_that_run() -> None:
+    found = plan.plan(TINY)
+    real = AutoModelForCausalLM.from_config(RANDOM_TARGETS["qwen3"]())
+    runner = TargetRunner(real, (1, 2, 3, 4, 5), keep_final_hidden=False)
+    run = [*runner.decoder.embed_tokens.parameters(), *runner.decoder.layers.parameters()]
+    assert found["target_parameters"] == sum(parameter.numel() for parameter in run)
+
+
+def test_workers_that_share_a_device_share_its_time_and_its_memory() -> None:
+    apart, together = (
+        plan.plan(dataclasses.replace(TINY, topology="1t+1d", devices=devices), RATES)
+        for devices in ("cuda:0,cuda:1", "cuda:0,cuda:0")
+    )
+    times = apart["speed"]["milliseconds_of_a_micro_batch"]
+    drafter = times["drafter"] + times["update"]
+    assert apart["speed"]["fullest_device"] == "cuda:1"
+    assert apart["speed"]["tokens_per_second"] == pytest.approx(4096 / (max(times["target"], drafter) / 1e3))
+    assert together["speed"]["tokens_per_second"] == pytest.approx(4096 / ((times["target"] + drafter) / 1e3))
+    features = apart["memory_parts_gib"]["cuda:1"]["features of a micro-batch"]
+    assert together["memory_gib"]["cuda:0"] == pytest.approx(sum(apart["memory_gib"].values()) - features, abs=0.03)
+
+
+def test_only_the_leading_drafter_holds_moments_and_only_kl_keeps_the_whole_target() -> None:
+    two = plan.plan(dataclasses.replace(TINY, topology="1t+2d"))["memory_parts_gib"]
+    assert two["cuda:1"]["drafter: moments"] > 0 == two["cuda:2"]["drafter: moments"]
+    kl = dataclasses.replace(TINY, loss=dataclasses.replace(TINY.loss, kind="kl"))
+    assert plan.plan(kl)["target_parameters"] > plan.plan(TINY)["target_parameters"]
+
+
+def test_a_gpu_that_is_too_small_is_named_and_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--preset", "qwen3-8b", "--target.path", "random:qwen3", "--target.mask-token-id", "511"]
+    assert command.main([*arguments, "--gpu-memory-gib", "100"]) == 0
+    assert json.loads(capsys.readouterr().out)["speed_unknown_because"] == "no --rates FILE with measured rates"
+    assert command.main([*arguments, "--gpu-memory-gib", "0.001"]) == 1
+    assert json.loads(capsys.readouterr().out)["failed"] == ["cuda:0"]
+
+
+def test_rates_are_read_from_figures_of_the_benches_and_from_nothing_else(tmp_path: Path) -> None:
+    def bench(figures: dict[str, float], **details: int) -> dict[str, Any]:
+        return {
+            "device": "cuda:0",
+            "figures": [{"name": name, "value": value} for name, value in figures.items()],
+            "details": details,
+        }
+
+    step = bench({"useful work": 500.0, "optimizer step": 10.0}, parameters=1000)
+    results = {"drafter_step": step, "target_forward": bench({"useful work": 600.0})}
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps({"results": results}))
+    assert plan.read_rates(file) == Rates(drafter_tflops=500.0, target_tflops=600.0, update_seconds_per_parameter=1e-5)
+    file.write_text(json.dumps({"results": results | {"drafter_step": step | {"device": "cpu"}}}))
+    with pytest.raises(ConfigError, match="measured on cpu, cuda:0"):
+        plan.read_rates(file)
+    file.write_text(json.dumps({"results": {"drafter_step": step}}))
+    with pytest.raises(ConfigError, match="target_forward"):
+        plan.read_rates(file)
+
+
+def test_cpus_and_wrong_numbers_of_devices_are_refused() -> None:
+    for devices in ("cpu", "cuda:0"):
+        with pytest.raises(ConfigError, match="name one for each of 3 workers"):
+            plan.plan(dataclasses.replace(TINY, devices=devices))
