@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -40,6 +40,18 @@ def write_text(path: Path, text: str) -> None:
 def width(stream: TextIO | None) -> int | None:
     """Characters in a line of a report: None, which is the terminal's or COLUMNS, or enough for a file."""
     return None if "COLUMNS" in os.environ or (stream is not None and stream.isatty()) else _WIDTH_OF_A_FILE
+
+
+def ended_plainly(name: str, command: Callable[[], int]) -> int:
+    """The exit code of `command`. Ctrl-C (3) and a full disk (2) are told in one line, not in a traceback."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        say(f"{name}: interrupted")
+        return 3
+    except OSError as error:
+        say(f"{name}: {error}")
+        return 2
 
 
 def say(sentence: str) -> None:

@@ -26,8 +26,8 @@ from rich.markup import escape
 from diagnostics.logs.groups import Evidence, Group, Groups
 from diagnostics.logs.reader import Unreadable
 from diagnostics.logs.search import LogSearch, read_log
-from diagnostics.output import output_file, width, write_text
-from diagnostics.terminal import print_detail
+from diagnostics.output import ended_plainly, output_file, say, write_text
+from diagnostics.terminal import ReportConsole, print_detail
 
 _COLOURS = {"error": "red", "hazard": "yellow", "info": "cyan"}
 _MAX_SHOWN = 12
@@ -43,17 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Unreadable as error:
             unreadable.append(f"{path}: {error}")
     found = groups.ordered()
-    console = Console(width=width(sys.stdout))
+    console = ReportConsole()
     print_report(console, found, read, max_shown=None if options.all else _MAX_SHOWN)
     for sentence in unreadable:
-        print(f"triage: cannot read {sentence}", file=sys.stderr)  # noqa: T201 - a message of the command
+        say(f"triage: cannot read {sentence}")
     if groups.dropped:
         console.print(f"[yellow]not grouped[/]: {groups.dropped} failures with still other signatures", highlight=False)
     if options.json is not None:
         try:
             write_text(options.json, json.dumps(_to_dict(found, read, unreadable, groups.dropped), indent=1) + "\n")
         except OSError as error:
-            print(f"triage: cannot write {options.json}: {error}", file=sys.stderr)  # noqa: T201 - a message of the command
+            say(f"triage: cannot write {options.json}: {error}")
             return 2
     return exit_code(found, read, unreadable)
 
@@ -143,4 +143,4 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended_plainly("triage", main))
