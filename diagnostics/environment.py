@@ -253,6 +253,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--diff takes one or two files, found {len(options.diff)}")
     if len(options.diff) == 2 and (options.verify or options.importing):
         parser.error("--verify and --import look at what is installed now: two files say nothing about it")
+    written = options.json
+    if written is not None and written.is_file() and any(one.is_file() and written.samefile(one) for one in options.diff):
+        parser.error(f"--json {written} is one of the descriptions: name another file")
     return options
 
 

@@ -16,6 +16,12 @@ _WIDTH_OF_A_FILE = 140
 def output_file(text: str) -> Path:
     """The type of an option that names a file to write; refuses at the start what cannot be one."""
     path = Path(text)
+    try:
+        path.absolute().stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a loop of links, a name that is too long
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from error
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a directory: name a file")
     if not path.absolute().parent.is_dir():

@@ -115,6 +115,8 @@ def _evidence(one: Evidence) -> str:
 def _read(path: str, groups: Groups) -> LogSearch:
     if path != "-":
         return read_log(Path(path), groups)
+    if sys.stdin is None:
+        raise Unreadable("standard input is closed")
     search = LogSearch("standard input", groups)
     search.read(sys.stdin.buffer)
     return search
@@ -139,7 +141,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("logs", nargs="+", metavar="LOG", help="log files; - for standard input")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything that was found")
     parser.add_argument("--all", action="store_true", help=f"print every signature, not the first {_MAX_SHOWN}")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    written = options.json
+    if written is not None and written.is_file() and any(Path(log).is_file() and written.samefile(log) for log in options.logs):
+        parser.error(f"--json {options.json} is one of the logs: name another file")
+    return options
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from diagnostics import environment, triage
+
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: 5 € are \udcff\n'
 
 # Ctrl-C when the command's own work begins: its arguments have just been read.
@@ -81,3 +83,27 @@ def test_ctrl_c_is_told_in_a_line(name: str, tmp_path: Path) -> None:
     command = started(f"diagnostics.{name}", *arguments, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
     _, told = command.communicate()
     assert (command.returncode, told) == (3, f"{name}: interrupted\n")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for name, why in (("loop", "symbolic links"), ("a" * 300, "name too long")):
+        with pytest.raises(SystemExit, match="2"):
+            environment.main(["--json", str(tmp_path / name)])
+        assert why in capsys.readouterr().err
+
+
+def test_what_is_read_is_not_overwritten(log: Path, tmp_path: Path) -> None:
+    before = log.read_bytes()
+    link = tmp_path / "link"
+    link.symlink_to(log)
+    for main, arguments in ((triage.main, [str(log)]), (environment.main, ["--diff", str(log)])):
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments, "--json", str(link)])
+    assert log.read_bytes() == before
+
+
+def test_a_closed_standard_input_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert triage.main(["-"]) == 2
+    assert "standard input is closed" in capsys.readouterr().err
