@@ -29,7 +29,7 @@ from rich.markup import escape
 
 from diagnostics.dated import caches, checkpoints, code, machine, packages
 from diagnostics.dated.deduced import deduce
-from diagnostics.dated.entry import Entry, Found, shown
+from diagnostics.dated.entry import Entry, Found, believable, shown
 from diagnostics.dated.moments import Moment, moments, states
 from diagnostics.dated.places import Places, places, usual
 from diagnostics.dated.runs import Run, read
@@ -86,7 +86,7 @@ def gather(where: Places, now_seconds: float, *, system: bool) -> tuple[Found, l
             found.notes.append(f"{path}: {error}")
             continue
         found.notes += run.notes
-        if run.end_seconds <= now_seconds + 300:
+        if believable(run.end_seconds, now_seconds):
             runs.append(run)
     return found, runs
 

@@ -40,6 +40,7 @@ _RATE_AFTER = re.compile(
 _SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6}
 _HEAD_LINES = 200
 _TAIL_LINES = 200
+_MAX_SECONDS = 1e11  # since 1970: what no calendar here can name lies beyond
 _MAX_SAMPLES = 20_000
 _BACKWARDS_SECONDS = 5.0
 _WINDOWS = 20  # a run is looked at in so many pieces
@@ -177,11 +178,14 @@ def _events(path: Path) -> _Reading:
             try:
                 event = json.loads(line)
                 seconds = float(event["time_seconds"])
-            except (ValueError, TypeError, KeyError):
+                fields = event.get("fields")
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                continue
+            if not 0 <= seconds < _MAX_SECONDS:
                 continue
             reading.stamp(number, seconds)
-            rate = (event.get("fields") or {}).get("tokens_per_second") if event.get("name") == "step" else None
-            if isinstance(rate, int | float) and reading.wanted():
+            rate = fields.get("tokens_per_second") if event.get("name") == "step" and isinstance(fields, dict) else None
+            if isinstance(rate, int | float) and 0 <= rate < float("inf") and reading.wanted():
                 reading.rate(number, "tok/s", float(rate))
     return reading
 
