@@ -23,6 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from diagnostics.environments.masking import masked
 from diagnostics.logs.groups import Evidence, Group, Groups
 from diagnostics.logs.reader import Unreadable
 from diagnostics.logs.search import LogSearch, read_log
@@ -31,6 +32,7 @@ from diagnostics.terminal import ReportConsole, print_detail
 
 _COLOURS = {"error": "red", "hazard": "yellow", "info": "cyan"}
 _MAX_SHOWN = 12
+_OURS = {"means", "what to do", "does not help"}  # the rest may quote the log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +106,7 @@ def _print_group(console: Console, group: Group, *, explain: bool) -> None:
         ("does not help", kind.no_help if explain else ""),
     ):
         if text:
-            print_detail(console, label, text)
+            print_detail(console, label, text if label in _OURS else masked(text))
 
 
 def _evidence(one: Evidence) -> str:

@@ -283,6 +283,19 @@ def test_bad_input_is_said_with_its_exit_code(tmp_path: Path, capsys: pytest.Cap
     assert timeline.main([str(tmp_path)]) == 3
 
 
+def test_no_secret_of_a_log_or_commit_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log(tmp_path / "a.log", steps(NOW - 9000, [100.0] * 9))
+    failure = ["Traceback (most recent call last):", '  File "/a/b.py", line 1, in f', "RuntimeError: token=plant failed"]
+    write_log(tmp_path / "b.log", [*steps(NOW - 4000, [100.0] * 9), *failure])
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run(("git", "init", "-q", str(tmp_path / "r")), check=True)
+    subprocess.run(("git", "-C", str(tmp_path / "r"), *who, "commit", "-q", "--allow-empty", "-m", "token=plant"), check=True)
+    assert timeline.main([str(tmp_path), "--json", str(tmp_path / "out.json")]) == 1
+    shown = capsys.readouterr().out
+    assert "token=*** failed" in shown
+    assert "plant" not in shown + (tmp_path / "out.json").read_text()
+
+
 def test_junk_among_events_is_passed_over(tmp_path: Path) -> None:
     times = ("-1e18", "1e300", "NaN", "9" * 400)
     junk = ["[" * 100_000, *(f'{{"time_seconds": {seconds}}}' for seconds in times),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from diagnostics.dated.entry import believable, mtime
 from diagnostics.dated.stamps import Stamps
+from diagnostics.environments.masking import masked
 from diagnostics.logs.groups import Groups
 from diagnostics.logs.reader import Unreadable, blocks, decode
 from diagnostics.logs.search import read_log
@@ -209,7 +210,9 @@ def _failures(run: Run, reading: _Reading) -> None:
         seconds = reading.seconds_at(first.last_line)
         at = run.end_seconds if seconds is None else seconds
         if group.kind.severity != "info":
-            run.failures.append(Failure(group.kind.id, at, f"{first.place}: {first.text[:120]}", group.kind.severity == "error"))
+            run.failures.append(
+                Failure(group.kind.id, at, f"{first.place}: {masked(first.text)[:120]}", group.kind.severity == "error")
+            )
 
 
 def _median(samples: list[tuple[float, float]]) -> float:
