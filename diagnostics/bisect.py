@@ -33,7 +33,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 
 from diagnostics.bisection import pins, shown
@@ -45,8 +44,8 @@ from diagnostics.bisection.search import Conclusion, Question, Search, to_dict
 from diagnostics.bisection.trials import Command
 from diagnostics.bisection.venvs import Environments, chosen_installer
 from diagnostics.environments.masking import masked, masked_command
-from diagnostics.output import output_file, say, width, write_text
-from diagnostics.terminal import print_table
+from diagnostics.output import output_file, say, write_text
+from diagnostics.terminal import ReportConsole, print_table
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-harness"
 
@@ -102,7 +101,7 @@ def _bisect(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace, conclusion: Conclusion, search: Search) -> int:
     code = 0 if conclusion.is_decided else 3
-    console = Console(width=width(sys.stdout))
+    console = ReportConsole()
     print_table(console, shown.trials_table(search, higher_is_better=not options.lower_is_better))
     if search.num_unbuildable:
         console.print(f"[yellow]{search.num_unbuildable} combinations of packages could not be built[/]", highlight=False)

@@ -36,7 +36,8 @@ from rich.markup import escape
 from diagnostics.caches import archive, difference, here, inventory, prune, restore, trash, views
 from diagnostics.caches.errors import CacheError
 from diagnostics.caches.options import MAX_ROWS, parser
-from diagnostics.output import say, width, write_text
+from diagnostics.output import ended_plainly, say, write_text
+from diagnostics.terminal import ReportConsole
 
 _MAX_TOLD = 20
 
@@ -44,7 +45,7 @@ _MAX_TOLD = 20
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do one command; returns the exit code."""
     options = parser(__doc__ or "").parse_args(arguments)
-    console = Console(width=width(sys.stdout))
+    console = ReportConsole()
     try:
         code = _COMMANDS[options.command](options, console)
     except CacheError as error:
@@ -205,4 +206,4 @@ def _write(options: argparse.Namespace, values: dict[str, Any]) -> None:
 _COMMANDS = {"inventory": _inventory, "diff": _diff, "snapshot": _snapshot, "restore": _restore, "prune": _prune}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended_plainly("compile_cache", main))

@@ -44,8 +44,8 @@ from diagnostics.environments.differences import Comparison, compare
 from diagnostics.environments.distributions import Distribution, installed
 from diagnostics.environments.masking import masked_command
 from diagnostics.environments.torch_runtime import Look
-from diagnostics.output import output_file, say, width, write_text
-from diagnostics.terminal import print_table
+from diagnostics.output import ended_plainly, output_file, say, write_text
+from diagnostics.terminal import ReportConsole, print_table
 
 PACKAGES = (
     "accelerate",
@@ -72,7 +72,7 @@ _MAX_ROWS = 20
 def main(arguments: Sequence[str] | None = None) -> int:
     """Describe or compare, print, and return the exit code."""
     options = _options(arguments)
-    console = Console(width=width(sys.stdout))
+    console = ReportConsole()
     try:
         before = documents.read(options.diff[0]) if options.diff else None
         importing = options.importing or (before is not None and "torch_runtime" in before)
@@ -86,14 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             comparison = compare(documents.comparable(before), documents.comparable(after))
             code = _print_comparison(console, comparison, max_rows=None if options.all else _MAX_ROWS)
             written = _to_dict(comparison, code)
-        if options.json is not None:
-            write_text(options.json, json.dumps(written, indent=1) + "\n")
     except documents.DocumentError as error:
         say(f"environment: {error}")
         return 2
-    except OSError as error:
-        say(f"environment: cannot write {options.json}: {error}")
-        return 2
+    if options.json is not None:
+        try:
+            write_text(options.json, json.dumps(written, indent=1) + "\n")
+        except OSError as error:
+            say(f"environment: cannot write {options.json}: {error}")
+            return 2
     return code
 
 
@@ -252,8 +253,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--diff takes one or two files, found {len(options.diff)}")
     if len(options.diff) == 2 and (options.verify or options.importing):
         parser.error("--verify and --import look at what is installed now: two files say nothing about it")
+    written = options.json
+    if written is not None and written.is_file() and any(one.is_file() and written.samefile(one) for one in options.diff):
+        parser.error(f"--json {written} is one of the descriptions: name another file")
     return options
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended_plainly("environment", main))

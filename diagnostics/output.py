@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +16,12 @@ _WIDTH_OF_A_FILE = 140
 def output_file(text: str) -> Path:
     """The type of an option that names a file to write; refuses at the start what cannot be one."""
     path = Path(text)
+    try:
+        path.absolute().stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a loop of links, a name that is too long
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from error
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a directory: name a file")
     if not path.absolute().parent.is_dir():
@@ -40,6 +46,18 @@ def write_text(path: Path, text: str) -> None:
 def width(stream: TextIO | None) -> int | None:
     """Characters in a line of a report: None, which is the terminal's or COLUMNS, or enough for a file."""
     return None if "COLUMNS" in os.environ or (stream is not None and stream.isatty()) else _WIDTH_OF_A_FILE
+
+
+def ended_plainly(name: str, command: Callable[[], int]) -> int:
+    """The exit code of `command`. Ctrl-C (3) and a full disk (2) are told in one line, not in a traceback."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        say(f"{name}: interrupted")
+        return 3
+    except OSError as error:
+        say(f"{name}: {error}")
+        return 2
 
 
 def say(sentence: str) -> None:

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+
 from rich import table as rich_table
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
+from diagnostics.output import width
 from diagnostics.tables import Table
 
 _LEAST_COLUMN = 13  # characters, borders included
 _INDENT = 4
+
+
+class ReportConsole(Console):
+    """Standard output for a report: what it cannot spell is escaped, and a reader that has gone (head) stops nothing."""
+
+    def __init__(self) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        super().__init__(width=width(sys.stdout))
+
+    def on_broken_pipe(self) -> None:
+        """Print no more. The command goes on: it has files to write and an exit code of its own."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def print_table(console: Console, table: Table, *, max_rows: int | None = None, lines_between_rows: bool = False) -> None:

@@ -29,14 +29,14 @@ from rich.markup import escape
 
 from diagnostics.dated import caches, checkpoints, code, machine, packages
 from diagnostics.dated.deduced import deduce
-from diagnostics.dated.entry import Entry, Found, shown
+from diagnostics.dated.entry import Entry, Found, believable, shown
 from diagnostics.dated.moments import Moment, moments, states
 from diagnostics.dated.places import Places, places, usual
 from diagnostics.dated.runs import Run, read
 from diagnostics.logs.reader import Unreadable
-from diagnostics.output import output_file, width, write_text
+from diagnostics.output import ended_plainly, output_file, say, write_text
 from diagnostics.tables import Table
-from diagnostics.terminal import print_detail, print_table
+from diagnostics.terminal import ReportConsole, print_detail, print_table
 
 _MAX_ROWS = 60
 _MAX_SUSPECTS = 6
@@ -53,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     entries = sorted(deduce(found.entries, runs), key=lambda entry: entry.time_seconds)
     changes = moments(states(runs), entries)
-    console = Console(width=width(sys.stdout))
+    console = ReportConsole()
     print_report(console, entries, runs, changes, found.notes, max_rows=None if options.all else _MAX_ROWS)
     code_ = exit_code(runs, changes)
     if options.json is not None:
         try:
             write_text(options.json, json.dumps(_to_dict(entries, runs, changes, found.notes, code_), indent=1) + "\n")
         except OSError as error:
-            print(f"timeline: cannot write {options.json}: {error}", file=sys.stderr)  # noqa: T201 - a message of the command
+            say(f"timeline: cannot write {options.json}: {error}")
             return 2
     return code_
 
@@ -86,7 +86,7 @@ def gather(where: Places, now_seconds: float, *, system: bool) -> tuple[Found, l
             found.notes.append(f"{path}: {error}")
             continue
         found.notes += run.notes
-        if run.end_seconds <= now_seconds + 300:
+        if believable(run.end_seconds, now_seconds):
             runs.append(run)
     return found, runs
 
@@ -223,4 +223,4 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended_plainly("timeline", main))

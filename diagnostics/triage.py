@@ -23,14 +23,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from diagnostics.environments.masking import masked
 from diagnostics.logs.groups import Evidence, Group, Groups
 from diagnostics.logs.reader import Unreadable
 from diagnostics.logs.search import LogSearch, read_log
-from diagnostics.output import output_file, width, write_text
-from diagnostics.terminal import print_detail
+from diagnostics.output import ended_plainly, output_file, say, write_text
+from diagnostics.terminal import ReportConsole, print_detail
 
 _COLOURS = {"error": "red", "hazard": "yellow", "info": "cyan"}
 _MAX_SHOWN = 12
+_OURS = {"means", "what to do", "does not help"}  # the rest may quote the log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,17 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Unreadable as error:
             unreadable.append(f"{path}: {error}")
     found = groups.ordered()
-    console = Console(width=width(sys.stdout))
+    console = ReportConsole()
     print_report(console, found, read, max_shown=None if options.all else _MAX_SHOWN)
     for sentence in unreadable:
-        print(f"triage: cannot read {sentence}", file=sys.stderr)  # noqa: T201 - a message of the command
+        say(f"triage: cannot read {sentence}")
     if groups.dropped:
         console.print(f"[yellow]not grouped[/]: {groups.dropped} failures with still other signatures", highlight=False)
     if options.json is not None:
         try:
             write_text(options.json, json.dumps(_to_dict(found, read, unreadable, groups.dropped), indent=1) + "\n")
         except OSError as error:
-            print(f"triage: cannot write {options.json}: {error}", file=sys.stderr)  # noqa: T201 - a message of the command
+            say(f"triage: cannot write {options.json}: {error}")
             return 2
     return exit_code(found, read, unreadable)
 
@@ -104,7 +106,7 @@ def _print_group(console: Console, group: Group, *, explain: bool) -> None:
         ("does not help", kind.no_help if explain else ""),
     ):
         if text:
-            print_detail(console, label, text)
+            print_detail(console, label, text if label in _OURS else masked(text))
 
 
 def _evidence(one: Evidence) -> str:
@@ -115,6 +117,8 @@ def _evidence(one: Evidence) -> str:
 def _read(path: str, groups: Groups) -> LogSearch:
     if path != "-":
         return read_log(Path(path), groups)
+    if sys.stdin is None:
+        raise Unreadable("standard input is closed")
     search = LogSearch("standard input", groups)
     search.read(sys.stdin.buffer)
     return search
@@ -139,8 +143,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("logs", nargs="+", metavar="LOG", help="log files; - for standard input")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything that was found")
     parser.add_argument("--all", action="store_true", help=f"print every signature, not the first {_MAX_SHOWN}")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    written = options.json
+    if written is not None and written.is_file() and any(Path(log).is_file() and written.samefile(log) for log in options.logs):
+        parser.error(f"--json {options.json} is one of the logs: name another file")
+    return options
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended_plainly("triage", main))

@@ -165,6 +165,14 @@ def test_a_folder_without_repository_is_bad_input(tmp_path: Path, monkeypatch: p
     assert "is in no git repository" in capsys.readouterr().err
 
 
+def test_no_secret_of_a_subject_is_shown(tmp_path: Path) -> None:
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", "use --token PLANT of https://me:PLANT@git.example/o/r")
+    shown = Repository(tmp_path).described("HEAD")
+    assert "PLANT" not in shown
+    assert shown.endswith("of https://***@git.example/o/r")
+
+
 def test_no_secret_of_the_command_is_written_down(history: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(history)
     secret = "ghp_0123456789abcdefghijABCDEFGHIJ012345"

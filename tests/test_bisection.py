@@ -246,6 +246,17 @@ def test_a_file_without_exact_versions_is_refused(tmp_path: Path, content: bytes
         pins.read(tmp_path / "x")
 
 
+@pytest.mark.parametrize(
+    "line", ["a[x] @ https://me:plant@h.io/a.whl", "a @ @ https://me:plant@h.io/a", "x" * 10**6, "]" * 10**6]
+)
+def test_what_is_refused_is_told_in_short_and_without_secrets(tmp_path: Path, line: str) -> None:
+    (tmp_path / "x").write_text(line)
+    with pytest.raises(BadInput) as refused:
+        pins.read(tmp_path / "x")
+    assert "plant" not in str(refused.value)
+    assert len(str(refused.value)) < 1000
+
+
 def test_changes_are_those_that_differ_and_some_can_be_applied() -> None:
     good, bad = {"a": "1", "b": "1", "c": "1"}, {"a": "2", "b": "1", "d": "https://u:secretpw@h/d.whl"}
     added = Change(name="d", before=None, after=bad["d"])
@@ -271,7 +282,9 @@ def test_what_was_tried_is_there_again_and_a_cut_off_line_is_not(tmp_path: Path)
         assert len(last.trials) == 2
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"kind": "trial"}', '{"kind": "new"}', '{"kind": "question", "asked": 2}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[" * 100_000, "[]", '{"kind": "trial"}', '{"kind": "new"}', '{"kind": "question", "asked": 2}']
+)
 def test_a_damaged_journal_is_refused_and_left_as_it_is_until_told_otherwise(tmp_path: Path, line: str) -> None:
     with Logbook(tmp_path, {"asked": 1}) as book:
         pass

@@ -189,8 +189,9 @@ def test_a_prune_without_a_rule_or_with_nothing_to_do_changes_nothing(cache: Pat
     assert run("prune", "--yes", "--directory", cache) == 2
     assert "say what to prune" in capsys.readouterr().err
     assert run("prune", "--older-than-days", "3000", "--yes", "--no-torch", "--directory", cache) == 0
-    with pytest.raises(SystemExit, match="2"):
-        run("prune", "--older-than-days", "-1", "--yes", "--directory", cache)
+    for rule in ("--older-than-days", "--max-bytes"):
+        with pytest.raises(SystemExit, match="2"):
+            run("prune", rule, "-1", "--yes", "--directory", cache)
     assert tree(cache.parent) == before
 
 
@@ -234,7 +235,17 @@ def test_a_file_of_another_date_and_the_same_content_is_no_difference(cache: Pat
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"kind": "x"}', b'{"kind": "inventories", "caches": []}', os.urandom(3000), b"\x00" * 3000]
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"kind": "x"}',
+        b'{"kind": "inventories", "caches": []}',
+        b'{"a":' * 100_000,
+        os.urandom(3000),
+        b"\x00" * 3000,
+    ],
 )
 def test_what_is_neither_folder_snapshot_nor_inventory_is_told(cache: Path, tmp_path: Path, content: bytes) -> None:
     file = write(tmp_path / "file", content)

@@ -383,11 +383,19 @@ def test_the_exit_code_says_whether_something_differs(tmp_path: Path, capsys: An
     assert (told["name"], told["speed"], told["before"], told["after"]) == ("cpu", "likely", "x", "y")
 
 
+def test_what_json_wrote_is_what_diff_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(environment, "installed", lambda: distributions.installed()[:3])
+    path = str(tmp_path / "now.json")
+    assert environment.main(["--json", path]) == 0
+    assert environment.main(["--diff", path, path]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [(None, "No such file"), (b"", "is empty"), (b'{"kind": "envi', "damaged"), (b"\xff\xfe\x00", "is no text"),
-     (b"[1]", "no description"), (b'{"kind": "differences"}', "no description"),
+     (b"[" * 100_000, "damaged"), (b"[1]", "no description"), (b'{"kind": "differences"}', "no description"),
      (b'{"kind": "environment", "version": 1, "fingerprint": {"variables": 3}}', "variables should hold"),
+     (b'{"kind": "environment", "version": 1, "fingerprint": {}, "files": {"edited": 3}}', "edited should hold"),
      (b'{"kind": "environment", "version": 99, "fingerprint": {}}', "has version 99")],
 )  # fmt: skip
 def test_a_file_that_is_no_description_is_refused_and_left_as_it_is(

@@ -60,3 +60,17 @@ def test_the_home_folder_names_no_user() -> None:
 
 def test_a_command_line_is_shown_without_its_secrets() -> None:
     assert masked_command(["run", "--token", "abc def", "--n", "3"]) == f"run --token {MASK} --n 3"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("part", ["a", "a-", "://a", "eyJ", "A1a", "token", "--token=", "=a", " "])
+def test_a_variable_of_the_greatest_length_is_read_in_seconds(part: str) -> None:
+    masked((part * 131_072)[:131_072])  # quadratic expressions take hours
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PYTORCH_CRED", "plant"), ("TORCH_PWD", "plant"), ("HF_X", "a -----BEGIN RSA PRIVATE KEY-----\nplant\n")],
+)
+def test_keys_and_credentials_of_shorter_names_are_masked(name: str, value: str) -> None:
+    assert "plant" not in masked_variable(name, value)

@@ -18,7 +18,7 @@ from diagnostics.dated import caches, code, machine, packages, runs
 from diagnostics.dated.deduced import deduce
 from diagnostics.dated.entry import Entry
 from diagnostics.dated.moments import Moment, moments, states
-from diagnostics.dated.places import places
+from diagnostics.dated.places import places, usual
 from diagnostics.dated.runs import Run, read
 from diagnostics.dated.stamps import Stamps
 from fixtures.case_study import dated
@@ -281,6 +281,48 @@ def test_bad_input_is_said_with_its_exit_code(tmp_path: Path, capsys: pytest.Cap
     assert "git does not answer" in printed
     (tmp_path / "file.log").write_text("\n".join(steps(NOW - 900, [1.0] * 30)))
     assert timeline.main([str(tmp_path)]) == 3
+
+
+def test_no_secret_of_a_log_or_commit_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log(tmp_path / "a.log", steps(NOW - 9000, [100.0] * 9))
+    failure = ["Traceback (most recent call last):", '  File "/a/b.py", line 1, in f', "RuntimeError: token=plant failed"]
+    write_log(tmp_path / "b.log", [*steps(NOW - 4000, [100.0] * 9), *failure])
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run(("git", "init", "-q", str(tmp_path / "r")), check=True)
+    subprocess.run(("git", "-C", str(tmp_path / "r"), *who, "commit", "-q", "--allow-empty", "-m", "token=plant"), check=True)
+    assert timeline.main([str(tmp_path), "--json", str(tmp_path / "out.json")]) == 1
+    shown = capsys.readouterr().out
+    assert "token=*** failed" in shown
+    assert "plant" not in shown + (tmp_path / "out.json").read_text()
+
+
+def test_junk_among_events_is_passed_over(tmp_path: Path) -> None:
+    times = ("-1e18", "1e300", "NaN", "9" * 400)
+    junk = ["[" * 100_000, *(f'{{"time_seconds": {seconds}}}' for seconds in times),
+            '{"time_seconds": 1.7e9, "name": "step", "fields": "x"}',
+            '{"time_seconds": 1.7e9, "name": "step", "fields": {"tokens_per_second": NaN}}']  # fmt: skip
+    write_log(tmp_path / "events.jsonl", junk)
+    assert timeline.main([str(tmp_path)]) == 3
+    run = read(tmp_path / "events.jsonl", NOW)
+    assert (run.begin_seconds, run.end_seconds, run.samples) == (1.7e9, 1.7e9, [])
+
+
+def test_a_run_before_the_year_2000_is_left_out(tmp_path: Path) -> None:
+    os.utime(write_log(tmp_path / "a.log", ["100 tok/s"]), (86_400, 86_400))
+    found, logs = timeline.gather(places([tmp_path]), NOW, system=False)
+    assert (logs, "not believed" in found.notes[-1]) == ([], True)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.log")
+    assert places([tmp_path]).logs == []
+
+
+def test_a_current_folder_that_was_deleted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert usual().notes == ["the current folder was deleted: not looked at"]
 
 
 def test_two_equal_runs_are_no_change(tmp_path: Path) -> None:

@@ -380,3 +380,13 @@ def test_a_command_without_torch_reads_standard_input() -> None:
     )
     done = subprocess.run((sys.executable, "-c", code), input=OOM, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, "cuda-oom" in done.stdout) == (1, True), done.stderr
+
+
+def test_no_secret_of_a_log_is_shown_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, out = tmp_path / "a.log", tmp_path / "out.json"
+    message = "401 for https://me:plant@host.example/x with token=plant2 hf_plantABCDEFGHIJKLMNOP"
+    log.write_text(f'Traceback (most recent call last):\n  File "/a/b.py", line 1, in f\nRuntimeError: {message}\n')
+    assert triage.main([str(log), "--json", str(out)]) == 1
+    shown = capsys.readouterr().out
+    assert "401 for https://***@host.example/x" in shown
+    assert "plant" not in shown + out.read_text()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from diagnostics.bisection.outcomes import BadInput, CannotBuild, NotObserved, Outcome
+from diagnostics.environments.masking import masked
 
 _GIT_SECONDS = 600
 _KEPT = ("GIT_CEILING_DIRECTORIES", "GIT_SSL_CAINFO")  # others, such as GIT_DIR, would name another repository
@@ -79,8 +80,8 @@ class Repository:
         return [line.split()[0] for line in listed.splitlines()]
 
     def described(self, commit: str) -> str:
-        """Short hash, date and subject."""
-        return self.git("show", "--no-patch", "--format=%h %cs %s", commit, what=f"git cannot show {commit}")
+        """Short hash, date and subject, masked."""
+        return masked(self.git("show", "--no-patch", "--format=%h %cs %s", commit, what=f"git cannot show {commit}"))
 
     def _base(self, one: str, other: str) -> str:
         try:

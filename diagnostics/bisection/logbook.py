@@ -99,10 +99,10 @@ class Logbook:
                 raise BadInput(f"{self.path} is about another question or of another version: use --fresh or another --cache")
             for record in records[1:]:
                 self._take(record)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, BadInput):
                 raise
-            raise BadInput(f"{self.path} is damaged ({error!r}): --fresh begins anew") from error
+            raise BadInput(f"{self.path} is damaged ({type(error).__name__}): --fresh begins anew") from error
         if len(whole) < len(content):
             with self.path.open("rb+") as file:
                 file.truncate(len(whole))

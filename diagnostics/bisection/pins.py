@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 from diagnostics.bisection.outcomes import BadInput
 from diagnostics.environments.masking import masked
 
+_MAX_SHOWN = 200  # characters of a line that is refused
 _HASH = re.compile(r"\s+--hash=\S+")
 
 
@@ -52,7 +53,7 @@ def read(path: Path) -> dict[str, str]:
         if content:
             name, version = _pin(path, content)
             if version is not None and pins.setdefault(name, version) != version:
-                raise BadInput(f"{path} pins {name} twice, to {pins[name]} and {version}")
+                raise BadInput(f"{path} pins {name} twice, to {masked(pins[name])} and {masked(version)}")
     if not pins:
         raise BadInput(f"{path} pins nothing: name a file of NAME==VERSION lines, as pip freeze writes")
     return pins
@@ -82,15 +83,16 @@ def _pin(path: Path, content: str) -> tuple[str, str | None]:
     if content.startswith("-"):
         option = content.split(maxsplit=1)[0]
         raise BadInput(f"{path}: {option} cannot stand there: give pip's options with --pip-option, and projects as commits")
+    shown = masked(content[:_MAX_SHOWN])
     try:
         wanted = Requirement(content)
     except InvalidRequirement as error:
-        raise BadInput(f"{path}: {content!r} is no requirement ({error})") from error
+        raise BadInput(f"{path}: {shown!r} is no requirement ({str(error).partition(chr(10))[0]})") from error
     if wanted.extras:
-        raise BadInput(f"{path}: {content!r} asks for extras: name the packages that they bring, as pip freeze does")
+        raise BadInput(f"{path}: {shown!r} asks for extras: name the packages that they bring, as pip freeze does")
     exact = [each.version for each in wanted.specifier if each.operator in {"==", "==="} and not each.version.endswith("*")]
     if wanted.url is None and (len(exact) != 1 or len(wanted.specifier) != 1):
-        raise BadInput(f"{path}: {content!r} is no exact version: write NAME==VERSION, as pip freeze does")
+        raise BadInput(f"{path}: {shown!r} is no exact version: write NAME==VERSION, as pip freeze does")
     name = canonicalize_name(wanted.name)
     needed = wanted.marker is None or wanted.marker.evaluate()
     return name, (wanted.url or exact[0]) if needed else None

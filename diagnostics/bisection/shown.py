@@ -52,4 +52,4 @@ def _result(trials: list[Trial]) -> str:
         skipped = any(trial.returncode for trial in trials)
         return "skipped by the command" if skipped else f"{len(trials)} of {len(trials)} passed"
     how = "timed out" if failed[0].timed_out else f"exit code {failed[0].returncode}"
-    return f"{len(failed)} of {len(trials)} failed: {how}: {failed[0].last_line}"
+    return f"{len(failed)} of {len(trials)} failed: {how}" + (f": {failed[0].last_line}" if failed[0].last_line else "")

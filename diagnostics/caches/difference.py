@@ -123,7 +123,7 @@ def _inventory(path: Path) -> State:
         caches = value["caches"] if value["kind"] == "inventories" else [value]
         files = caches[0]["listing"]
         files = {name: {"bytes": int(file["bytes"]), "mtime_ns": int(file["mtime_ns"])} for name, file in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise CacheError(f"{path} is no inventory ({type(error).__name__}: {error}): write one with inventory --json") from None
     notes = [f"{path} holds {len(caches)} caches: the first, {caches[0]['directory']}, was compared"] if len(caches) > 1 else []
     return State(what=f"inventory {path}", files=files, notes=notes)

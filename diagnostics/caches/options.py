@@ -36,7 +36,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     one.add_argument(
         "--older-than-days", type=_positive, metavar="DAYS", help="not written, nor read as far as known, for so long"
     )
-    one.add_argument("--max-bytes", type=int, metavar="BYTES", help="the longest unused ones, until the cache is so small")
+    one.add_argument("--max-bytes", type=_bytes, metavar="BYTES", help="the longest unused ones, until the cache is so small")
     one.add_argument("--foreign", action="store_true", help="entries of another torch, Triton, CUDA, Python or device")
     one.add_argument("--torn", action="store_true", help="damaged entries, and what dead writers left")
     one.add_argument("--empty-trash", action="store_true", help="delete for good what restore and prune moved")
@@ -64,6 +64,12 @@ def _add_common(parser: argparse.ArgumentParser, *names: str) -> None:
         parser.add_argument("--all", action="store_true", help=f"print all rows, not the first {MAX_ROWS}")
     if "no_torch" in names:
         parser.add_argument("--no-torch", action="store_true", help="do not import torch, also where entries name no version")
+
+
+def _bytes(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: use a whole number of bytes, at least 0")
+    return int(text)
 
 
 def _positive(text: str) -> float:

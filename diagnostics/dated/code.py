@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from diagnostics.dated.entry import Entry, Found, believable
+from diagnostics.environments.masking import masked
 
 _MAX_COMMITS = 1000
 _SECONDS = 30.0
@@ -31,7 +32,13 @@ def find(repository: Path, now_seconds: float) -> Found:
         seconds, _, text = line.partition("\0")
         if believable(float(seconds), now_seconds):
             found.entries.append(
-                Entry(time_seconds=float(seconds), kind="commit", what=f"commit {text}", where=str(repository), how="git log")
+                Entry(
+                    time_seconds=float(seconds),
+                    kind="commit",
+                    what=f"commit {masked(text)}",
+                    where=str(repository),
+                    how="git log",
+                )
             )
     for line in moves.splitlines():
         selector, _, text = line.partition("\0")
@@ -41,7 +48,7 @@ def find(repository: Path, now_seconds: float) -> Found:
                 Entry(
                     time_seconds=float(seconds),
                     kind="checkout",
-                    what=f"HEAD moved: {text}",
+                    what=f"HEAD moved: {masked(text)}",
                     where=str(repository),
                     how="git reflog",
                 )

@@ -51,7 +51,10 @@ def places(folders: Sequence[Path]) -> Places:
 
 def usual() -> Places:
     """What a run on this machine uses when no folder is named: this Python's packages, this user's caches, the current folder."""
-    here = places([Path.cwd()])
+    try:
+        here = places([Path.cwd()])
+    except FileNotFoundError:
+        here = Places(notes=["the current folder was deleted: not looked at"])
     here.caches += [path for path in (inductor_directory(), triton_directory()) if path not in here.caches]
     own = [Path(name) for name in (*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else []))]
     here.site_packages += [path for path in own if path.is_dir() and path not in here.site_packages and str(path) in sys.path]
@@ -84,7 +87,7 @@ def _sort(found: Places, path: Path, directories: list[str], files: list[str]) -
     for name in files:
         if name in _SYSTEM_LOGS:
             found.system_logs.append(path / name)
-        elif _LOG.search(name):
+        elif _LOG.search(name) and not (path / name).is_fifo():  # to open one waits for its writer
             found.logs.append(path / name)
         elif _CHECKPOINT.search(name):
             found.checkpoints.append(path / name)

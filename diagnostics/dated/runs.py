@@ -17,6 +17,7 @@ from pathlib import Path
 
 from diagnostics.dated.entry import believable, mtime
 from diagnostics.dated.stamps import Stamps
+from diagnostics.environments.masking import masked
 from diagnostics.logs.groups import Groups
 from diagnostics.logs.reader import Unreadable, blocks, decode
 from diagnostics.logs.search import read_log
@@ -40,6 +41,7 @@ _RATE_AFTER = re.compile(
 _SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6}
 _HEAD_LINES = 200
 _TAIL_LINES = 200
+_MAX_SECONDS = 1e11  # since 1970: what no calendar here can name lies beyond
 _MAX_SAMPLES = 20_000
 _BACKWARDS_SECONDS = 5.0
 _WINDOWS = 20  # a run is looked at in so many pieces
@@ -177,11 +179,14 @@ def _events(path: Path) -> _Reading:
             try:
                 event = json.loads(line)
                 seconds = float(event["time_seconds"])
-            except (ValueError, TypeError, KeyError):
+                fields = event.get("fields")
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                continue
+            if not 0 <= seconds < _MAX_SECONDS:
                 continue
             reading.stamp(number, seconds)
-            rate = (event.get("fields") or {}).get("tokens_per_second") if event.get("name") == "step" else None
-            if isinstance(rate, int | float) and reading.wanted():
+            rate = fields.get("tokens_per_second") if event.get("name") == "step" and isinstance(fields, dict) else None
+            if isinstance(rate, int | float) and 0 <= rate < float("inf") and reading.wanted():
                 reading.rate(number, "tok/s", float(rate))
     return reading
 
@@ -205,7 +210,9 @@ def _failures(run: Run, reading: _Reading) -> None:
         seconds = reading.seconds_at(first.last_line)
         at = run.end_seconds if seconds is None else seconds
         if group.kind.severity != "info":
-            run.failures.append(Failure(group.kind.id, at, f"{first.place}: {first.text[:120]}", group.kind.severity == "error"))
+            run.failures.append(
+                Failure(group.kind.id, at, f"{first.place}: {masked(first.text)[:120]}", group.kind.severity == "error")
+            )
 
 
 def _median(samples: list[tuple[float, float]]) -> float:

@@ -10,6 +10,7 @@ from diagnostics.environments.differences import PARTS
 
 KIND = "environment"
 VERSION = 1
+_BESIDE = ("torch_runtime", "pip", "files")  # parts beside the fingerprint; the list of distributions there is not compared
 
 
 class DocumentError(ValueError):
@@ -26,7 +27,7 @@ def read(path: Path) -> dict[str, Any]:
         raise DocumentError(f"{path}: {error.strerror}") from error
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         what = "is empty" if not text.strip() else f"is no JSON, or damaged ({error})"
         raise DocumentError(f"{path} {what}: write it again with python -m diagnostics.environment --json FILE") from error
     return _checked(path, values)
@@ -41,8 +42,10 @@ def comparable(document: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(path: Path, values: Any) -> dict[str, Any]:
     document = _recognised(path, values)
-    parts = {**document["fingerprint"], **document}
-    broken = [name for name in PARTS if not isinstance(parts.get(name, {}), dict)]
+    broken = [name for name in _BESIDE if not isinstance(document.get(name, {}), dict)]
+    if not broken:
+        parts = comparable(document)
+        broken = [name for name in PARTS if not isinstance(parts.get(name, {}), dict)]
     if broken:
         raise DocumentError(f"{path} is damaged: {', '.join(broken)} should hold names and values: write it again")
     return document

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from diagnostics.environments.masking import masked
 from diagnostics.logs.dumps import Dump
 from diagnostics.logs.facts import Collectives, facts
 from diagnostics.logs.kinds import UNKNOWN, Kind, Sure
@@ -65,13 +66,13 @@ class Group:
             "severity": kind.severity,
             "sure": self.sure,
             "count": self.count,
-            "signature": self.signature,
+            "signature": masked(self.signature),
             "where": list(self.where),
             "streams": list(self.streams),
-            "facts": list(self.facts),
+            "facts": [masked(fact) for fact in self.facts],
             "doubts": list(self.doubts),
-            "after": self.after,
-            "evidence": [dataclasses.asdict(one) for one in self.evidence],
+            "after": masked(self.after),
+            "evidence": [{**dataclasses.asdict(one), "text": masked(one.text)} for one in self.evidence],
             "means": kind.means,
             "to_do": kind.to_do,
             "no_help": kind.no_help,

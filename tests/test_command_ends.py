@@ -1,0 +1,109 @@
+"""Laws of the commands about what changed: what ends their output or themselves is told in one line, and by the exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diagnostics import environment, triage
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: 5 € are \udcff\n'
+
+# Ctrl-C when the command's own work begins: its arguments have just been read.
+_INTERRUPTED = """
+import argparse, os, signal
+parse = argparse.ArgumentParser.parse_args
+def interrupted(self, *arguments, **options):
+    parse(self, *arguments, **options)
+    os.kill(os.getpid(), signal.SIGINT)
+argparse.ArgumentParser.parse_args = interrupted
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has none
+"""
+
+
+def started(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """A command of diagnostics."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *map(str, arguments)],
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="backslashreplace",
+        **options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "run.log"
+    path.write_text(TRACEBACK, encoding="utf-8", errors="surrogateescape")
+    return path
+
+
+def test_a_reader_that_has_gone_changes_neither_exit_code_nor_files(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    empty = tmp_path / "empty.log"
+    empty.touch()
+    command = started("diagnostics.triage", empty, "--json", tmp_path / "found.json", stdout=writing)
+    os.close(writing)
+    _, told = command.communicate()
+    assert (command.returncode, told) == (3, "")
+    assert (tmp_path / "found.json").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the full disk is Linux's")
+@pytest.mark.parametrize("name", ["triage", "timeline"])
+def test_a_full_disk_is_told_in_a_line(name: str, tmp_path: Path, log: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = started(f"diagnostics.{name}", log if name == "triage" else tmp_path, stdout=full)
+        _, told = command.communicate()
+    assert (command.returncode, told) == (2, f"{name}: [Errno 28] No space left on device\n")
+
+
+def test_what_the_output_cannot_spell_is_escaped(log: Path) -> None:
+    strange = log.with_name(os.fsdecode(b"n\xffm.log"))
+    log.rename(strange)
+    for encoding in ("ascii", "utf-8"):
+        command = started(
+            "diagnostics.triage", strange, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"}
+        )
+        shown, told = command.communicate()
+        assert (command.returncode, told) == (1, "")
+        assert "are" in shown
+
+
+@pytest.mark.parametrize("name", ["environment", "compile_cache", "timeline", "triage"])
+def test_ctrl_c_is_told_in_a_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_INTERRUPTED)
+    arguments = {"compile_cache": ["inventory"], "timeline": [tmp_path], "triage": [os.devnull]}.get(name, [])
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    command = started(f"diagnostics.{name}", *arguments, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
+    _, told = command.communicate()
+    assert (command.returncode, told) == (3, f"{name}: interrupted\n")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for name, why in (("loop", "symbolic links"), ("a" * 300, "name too long")):
+        with pytest.raises(SystemExit, match="2"):
+            environment.main(["--json", str(tmp_path / name)])
+        assert why in capsys.readouterr().err
+
+
+def test_what_is_read_is_not_overwritten(log: Path, tmp_path: Path) -> None:
+    before = log.read_bytes()
+    link = tmp_path / "link"
+    link.symlink_to(log)
+    for main, arguments in ((triage.main, [str(log)]), (environment.main, ["--diff", str(log)])):
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments, "--json", str(link)])
+    assert log.read_bytes() == before
+
+
+def test_a_closed_standard_input_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert triage.main(["-"]) == 2
+    assert "standard input is closed" in capsys.readouterr().err
