@@ -56,6 +56,7 @@ JUDGED = "v=$(cat value); [ $v = skip ] && exit 125; [ $v -gt 5 ]"
 def test_the_planted_commit_is_found_and_the_checkout_is_as_it_was(
     history: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a cell that holds a long path would be folded
     monkeypatch.chdir(history)
     (history / "value").write_text("uncommitted")
     (history / "new").write_text("untracked")

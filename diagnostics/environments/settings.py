@@ -11,6 +11,7 @@ import ast
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ def _live(name: str, module: Any) -> Iterator[tuple[str, str]]:
         default, missing = getattr(entry, "default", None), not hasattr(entry, "default")
         if missing or not isinstance(default, _PLAIN) or key.startswith("_") or getattr(entry, "alias", None) is not None:
             continue
-        value = getattr(module, key, default)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # to look at a deprecated setting is not to use it
+            value = getattr(module, key, default)
         if isinstance(value, _PLAIN) and value != default:
             yield f"{name}.{key}", f"{masked_variable(key, str(value))} (default {default})"
 
