@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -30,8 +31,8 @@ from rich.markup import escape
 from diagnostics.dated import caches, checkpoints, code, machine, packages
 from diagnostics.dated.deduced import deduce
 from diagnostics.dated.entry import Entry, Found, believable, shown
-from diagnostics.dated.moments import Moment, moments, states
-from diagnostics.dated.places import Places, places, usual
+from diagnostics.dated.moments import Moment, Suspect, moments, states
+from diagnostics.dated.places import Places, places, usual, with_machine
 from diagnostics.dated.runs import Run, read
 from diagnostics.logs.reader import Unreadable
 from diagnostics.output import ended_plainly, output_file, say, write_text
@@ -63,6 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"timeline: cannot write {options.json}: {error}")
             return 2
     return code_
+
+
+def summary(folder: Path) -> list[dict[str, Any]]:
+    """The changes of the runs in `folder`, newest last, each with what is dated before it here, most suspicious first."""
+    found, runs = gather(with_machine(places([folder])), time.time(), system=True)
+    entries = sorted(deduce(found.entries, runs), key=lambda entry: entry.time_seconds)
+    return [
+        {
+            "change": f"{change.before.label} -> {change.after.label}",
+            "before": f"{change.before.what} in {change.before.run}",
+            "after": f"{change.after.what} in {change.after.run}",
+            "suspects": [_suspect(suspect) for suspect in change.suspects[:_MAX_SUSPECTS]],
+        }
+        for change in moments(states(runs), entries)
+    ]
 
 
 def gather(where: Places, now_seconds: float, *, system: bool) -> tuple[Found, list[Run]]:
@@ -136,18 +152,18 @@ def _print_change(console: Console, change: Moment) -> None:
     print_detail(console, "before", f"{before.what} in {before.run}")
     print_detail(console, "after", f"{after.what} in {after.run}")
     for number, suspect in enumerate(change.suspects[:_MAX_SUSPECTS], 1):
-        print_detail(
-            console,
-            f"suspect {number}",
-            f"{shown(suspect.entry.time_seconds)} {suspect.entry.what} ({suspect.entry.where}; {suspect.entry.how}). "
-            f"{suspect.why}".rstrip(),
-        )
+        print_detail(console, f"suspect {number}", _suspect(suspect))
     if not change.suspects:
         print_detail(
             console,
             "suspects",
             "nothing dated lies between: look at what leaves no date (environment variables, arguments, data, other processes)",
         )
+
+
+def _suspect(suspect: Suspect) -> str:
+    entry = suspect.entry
+    return f"{shown(entry.time_seconds)} {entry.what} ({entry.where}; {entry.how}). {suspect.why}".rstrip()
 
 
 def _rows(entries: Sequence[Entry], runs: Sequence[Run]) -> list[tuple[str, ...]]:

@@ -38,12 +38,7 @@ _OURS = {"means", "what to do", "does not help"}  # the rest may quote the log
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, report, and return the exit code."""
     options = _options(arguments)
-    groups, read, unreadable = Groups(), [], []
-    for path in options.logs:
-        try:
-            read.append(_read(path, groups))
-        except Unreadable as error:
-            unreadable.append(f"{path}: {error}")
+    groups, read, unreadable = _look(options.logs)
     found = groups.ordered()
     console = ReportConsole()
     print_report(console, found, read, max_shown=None if options.all else _MAX_SHOWN)
@@ -58,6 +53,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"triage: cannot write {options.json}: {error}")
             return 2
     return exit_code(found, read, unreadable)
+
+
+def summary(logs: Sequence[Path]) -> dict[str, object]:
+    """What `--json` writes, of these logs."""
+    groups, read, unreadable = _look([str(path) for path in logs])
+    return _to_dict(groups.ordered(), read, unreadable, groups.dropped)
+
+
+def _look(logs: Sequence[str]) -> tuple[Groups, list[LogSearch], list[str]]:
+    """What was found, what was read, and what could not be."""
+    groups, read, unreadable = Groups(), [], []
+    for path in logs:
+        try:
+            read.append(_read(path, groups))
+        except Unreadable as error:
+            unreadable.append(f"{path}: {error}")
+    return groups, read, unreadable
 
 
 def exit_code(found: Sequence[Group], read: Sequence[LogSearch], unreadable: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from diagnostics import compile_cache
+from diagnostics import compile_cache, timeline, triage
 from regression import baseline, confirm, laws, mirror, report
 from regression.child import ChildFailed
 from regression.decision import exit_code, judge, outcomes
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tried = _measure(spec, directory, store, before, options, _teller(console))
     tonight, history = tried[-1], before.with_measurements(tried)
     note = _note(spec, directory, tonight, options, arguments)
+    note |= _why(tonight, history, directory, options.output)
     note |= _gate(tonight, history, directory, options, _teller(console))
     store.add(note)
     for alert in _alerts(store):
@@ -115,6 +116,14 @@ def _note(
         "commands": commands,
         "cache": compile_cache.summary(),
     }
+
+
+def _why(tonight: Measurement, history: History, directory: Path, output: Path) -> dict[str, Any]:
+    """For a night that failed or fell: known failures in its logs, and what is dated before the nights changed."""
+    if tonight.failure is None and not judge(tonight, history).is_below:
+        return {}
+    logs = sorted(path for path in directory.glob("attempt-*/stderr.log") if path.is_file())
+    return {"triage": triage.summary(logs), "timeline": timeline.summary(output)[-1:]}
 
 
 def _shown(spec: RunSpec, command: Sequence[str]) -> str:

@@ -41,6 +41,7 @@ _BUDGETS = ((180, 24), (90, 24), (60, 16), (40, 8), (30, 4), (20, 1))  # nights 
 _LISTED_NIGHTS = 10
 _TOLD_CHANGES = 40  # of the environment
 _METRIC = r'"measure": .*?"tokens_per_second_per_device": ([0-9.e+]+)'  # in the last line of a measured run
+_TOLD_FAILURES = 10  # of tonight's logs
 _TOLD = 10  # records that could not be read
 _LEGEND = (
     (Kind.PASS, "passed"), (Kind.SUSPECT, "suspect"), (Kind.FAIL, "failed"), (Kind.CLEARED, "the machine, says the gate"),
@@ -74,6 +75,8 @@ class Report:
     probed: str
     gate: str
     cache: Table
+    failures: Table | None
+    timeline: Table | None
     since: str
     changed: Table
     git_range: str
@@ -143,6 +146,8 @@ def build(directory: Path, history: History, tonight: Measurement, *, now: datet
         probed=_probed(probed),
         gate=_gate(note, judge(tonight, history)),
         cache=_cache(note, history.notes_of(last) if last else {}),
+        failures=_failures(note.get("triage")),
+        timeline=_timeline(note.get("timeline")),
         since=f"the last valid night of this workload that had not fallen, {last.time[:16].replace('T', ' ')} UTC"
         if last
         else "",
@@ -237,6 +242,37 @@ def _cache(note: dict[str, Any], before: dict[str, Any]) -> Table:
     states = f" ({', '.join(cache['states'])})" if "states" in cache else ""  # older nights have none
     total = f"{cache['files']:,} files, {cache['bytes'] / 2**20:,.1f} MiB in {cache['directory']}"
     return Table(title=f"Compile cache{states}: {total}", headers=headers, rows=rows, empty="The directory is empty.")
+
+
+def _failures(found: dict[str, Any] | None) -> Table | None:
+    """Known failures in tonight's logs; None where nobody looked."""
+    if found is None:
+        return None
+    headers = ("failure", "how sure", "times", "evidence", "what to do")
+    rows = [
+        (
+            f"{one['kind']}: {one['title']}",
+            one["sure"],
+            f"{one['count']:,}",
+            one["evidence"][0]["text"] if one["evidence"] else tables.NONE,
+            one["to_do"],
+        )
+        for one in found["failures"][:_TOLD_FAILURES]
+    ]
+    return Table(title="Failures in tonight's logs (diagnostics.triage)", headers=headers, rows=rows, empty="None is known.")
+
+
+def _timeline(changes: list[dict[str, Any]] | None) -> Table | None:
+    """What is dated before the last change of the nights; None where nobody looked."""
+    if changes is None:
+        return None
+    title = "Dated before the change (diagnostics.timeline)"
+    if not changes:
+        return Table(title=title, headers=(), rows=[], empty="The logs of the nights show no change of throughput or error.")
+    last = changes[-1]
+    rows = [(str(number), suspect) for number, suspect in enumerate(last["suspects"], start=1)]
+    title = f"{title}: {last['change']}, after {last['before']}"
+    return Table(title=title, headers=("most suspicious first", "what"), rows=rows, empty="Nothing dated lies between.")
 
 
 def _mib(row: Mapping[str, Any]) -> str:

@@ -25,6 +25,8 @@ ARROWS = {
         "diagnostics.gpu",
         "diagnostics.environment",
         "diagnostics.compile_cache",
+        "diagnostics.triage",
+        "diagnostics.timeline",
         "dflash.config",
         "diagnostics.environments.differences",
     ),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from helpers_regression import failed, measurement, result
 
+from diagnostics import timeline
 from regression import confirm, nightly, report
 from regression.child import ChildFailed
 from regression.decision import exit_code, outcomes
@@ -21,6 +22,7 @@ from regression.nightly import main
 from regression.sides import SideError
 from regression.store import Store
 
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB"
 CLEAN: dict[str, Any] = {"findings": [], "program_exit_code": 0, "not_observed": []}
 
 
@@ -67,6 +69,7 @@ class Machine:
     baselines: list[str] = field(default_factory=list)
     probed: dict[str, Any] | None = field(default_factory=lambda: CLEAN)
     here: bool = True
+    log: str = ""  # what the measured run prints
 
     def __call__(self, *measured: Measurement, options: tuple[str, ...] = ()) -> int:
         self.waiting += measured
@@ -76,6 +79,9 @@ class Machine:
         assert timeout_seconds > 0
         assert baseline_clock_mhz is None
         assert not directory.exists()
+        if self.log:
+            directory.mkdir(parents=True)
+            (directory / "stderr.log").write_text(self.log)
         return self.waiting.pop(0)
 
     def probe(self, *_: Any, **__: Any) -> dict[str, Any]:
@@ -101,6 +107,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(nightly, "measure", one.measure)
     monkeypatch.setattr(nightly, "probe", one.probe)
     monkeypatch.setattr(nightly.compile_cache, "summary", lambda: {"directory": None, "reason": "none here"})
+    monkeypatch.setattr(timeline, "with_machine", lambda found: found)  # the nights only, whatever this machine has
     monkeypatch.setattr(confirm, "run_gate", one.gate)
     monkeypatch.setattr(confirm, "_is_here", lambda _: one.here)
     return one
@@ -160,6 +167,29 @@ def test_the_probed_run_decides_too_and_its_findings_are_kept(machine: Machine) 
     machine.probed = None
     assert machine(night(3)) == 3
     assert "Not observed: no report" in (machine.output / "report.html").read_text()
+
+
+def test_a_night_that_failed_shows_the_known_failures_in_its_log_and_what_to_do(machine: Machine) -> None:
+    assert machine(night(1)) == 3
+    assert not {"triage", "timeline"} & machine.history.notes[-1].keys()
+    machine.log = f'{"Traceback (most recent call last):"}\n  File "train.py", line 3, in step\n    loss.backward()\n{OOM}\n'
+    assert machine(dataclasses.replace(failed("OutOfMemoryError", OOM), time="2026-01-02T00:00:00+00:00")) == 1
+    (found,) = machine.history.notes[-1]["triage"]["failures"]
+    assert found["kind"] == "cuda-oom"
+    for name in ("report.html", "summary.md"):
+        text = (machine.output / name).read_text()
+        assert found["title"] in text, name
+        assert "Dated before the change" in text, name
+
+
+def test_a_night_that_fell_shows_what_is_dated_before_the_change(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    change = {"change": "healthy -> slow", "before": "9 tok/s in a", "after": "5 tok/s in b", "suspects": ["cache deleted"]}
+    monkeypatch.setattr(timeline, "summary", lambda folder: [change] if folder == machine.output else [])
+    machine(night(1)), machine(night(2)), machine(night(3, 90.0))
+    assert machine.history.notes[-1]["timeline"] == [change]
+    page = (machine.output / "report.html").read_text()
+    assert "healthy -&gt; slow, after 9 tok/s in a" in page
+    assert "cache deleted" in page
 
 
 def test_the_files_are_written_told_and_made_again_from_the_store(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

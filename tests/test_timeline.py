@@ -16,7 +16,7 @@ import pytest
 from diagnostics import timeline
 from diagnostics.dated import caches, code, machine, packages, runs
 from diagnostics.dated.deduced import deduce
-from diagnostics.dated.entry import Entry
+from diagnostics.dated.entry import Entry, Found
 from diagnostics.dated.moments import Moment, moments, states
 from diagnostics.dated.places import places, usual
 from diagnostics.dated.runs import Run, read
@@ -350,3 +350,12 @@ def test_commits_are_dated_by_git(case: Path) -> None:
         "Train on eight GPUs",
         "Skip the check of the tracing flag",
     ]
+
+
+def test_the_summary_is_the_change_with_its_suspects(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "with_machine", lambda found: found)
+    monkeypatch.setattr(machine, "of_this_machine", lambda _: Found())
+    told = timeline.summary(case)
+    assert told
+    assert set(told[0]) == {"change", "before", "after", "suspects"}
+    assert "cache" in told[0]["suspects"][0]

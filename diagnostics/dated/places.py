@@ -50,16 +50,20 @@ def places(folders: Sequence[Path]) -> Places:
 
 
 def usual() -> Places:
-    """What a run on this machine uses when no folder is named: this Python's packages, this user's caches, the current folder."""
+    """What a run on this machine uses when no folder is named: this machine's, and the current folder."""
     try:
-        here = places([Path.cwd()])
+        return with_machine(places([Path.cwd()]))
     except FileNotFoundError:
-        here = Places(notes=["the current folder was deleted: not looked at"])
-    here.caches += [path for path in (inductor_directory(), triton_directory()) if path not in here.caches]
+        return with_machine(Places(notes=["the current folder was deleted: not looked at"]))
+
+
+def with_machine(found: Places) -> Places:
+    """Beside what was found: this Python's packages, this user's compile caches and the system's logs."""
+    found.caches += [path for path in (inductor_directory(), triton_directory()) if path not in found.caches]
     own = [Path(name) for name in (*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else []))]
-    here.site_packages += [path for path in own if path.is_dir() and path not in here.site_packages and str(path) in sys.path]
-    here.system_logs += [Path("/var/log") / name for name in sorted(_SYSTEM_LOGS) if (Path("/var/log") / name).is_file()]
-    return here
+    found.site_packages += [path for path in own if path.is_dir() and path not in found.site_packages and str(path) in sys.path]
+    found.system_logs += [Path("/var/log") / name for name in sorted(_SYSTEM_LOGS) if (Path("/var/log") / name).is_file()]
+    return found
 
 
 def _walk(folder: Path, notes: list[str]) -> Iterator[tuple[Path, list[str], list[str]]]:
