@@ -210,10 +210,11 @@ def test_at_least_the_planted_share_is_burned(tmp_path: Path) -> None:
 
 
 def test_no_python_thread_goes_on_while_the_process_stands_still() -> None:
-    longest, done = [0.0], threading.Event()
+    longest, begun, done = [0.0], threading.Event(), threading.Event()
 
     def tick() -> None:
         last = time.perf_counter()
+        begun.set()
         while not done.is_set():
             now = time.perf_counter()
             longest[0], last = max(longest[0], now - last), now
@@ -223,6 +224,7 @@ def test_no_python_thread_goes_on_while_the_process_stands_still() -> None:
     sys.setswitchinterval(1e-4)
     try:
         ticking.start()
+        assert begun.wait(20)
         burner._stand_still(0.3)
     finally:
         done.set()
