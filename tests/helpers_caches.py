@@ -130,3 +130,10 @@ def tree(folder: Path) -> dict[str, tuple[bytes, int, int]] | None:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def h200_here() -> dict[str, Any]:
+    """What `here.fingerprint` would say on the machine of SEEN["H200"], the Python's ABI apart."""
+    seen = SEEN["H200"]
+    gpus = ["NVIDIA H200 (cuda sm90)"]
+    return {"torch": seen["torch"], "torch_git": seen["git"], "cuda": "13.0", "triton": "3.6.0", "gpus": gpus}

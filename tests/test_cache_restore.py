@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_caches import SEEN, graph, ours, tree, triton_kernel, write
+from helpers_caches import SEEN, graph, h200_here, ours, tree, triton_kernel, write
 
 from diagnostics import compile_cache
 from diagnostics.caches import archive, here, trash
@@ -149,14 +149,7 @@ def test_kernels_that_name_their_folder_are_restored_there_and_nowhere_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen, cache = SEEN["H200"], tmp_path / "cache"
-    values = {
-        "torch": seen["torch"],
-        "torch_git": seen["git"],
-        "cuda": "13.0",
-        "triton": "3.6.0",
-        "gpus": ["NVIDIA H200 (cuda sm90)"],
-    }
-    monkeypatch.setattr(here, "fingerprint", lambda: {"python_abi": "cpython-312", **values})
+    monkeypatch.setattr(here, "fingerprint", lambda: {"python_abi": "cpython-312", **h200_here()})
     for number, (kernel, bundle) in enumerate([(True, None), (False, cache), (False, None)]):
         graph(cache, number, seen, bundle_of=bundle)
         if kernel:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers_caches import SEEN, TRITON_KEY, graph, letters, library, ours, tree, triton_kernel, write
+from helpers_caches import SEEN, TRITON_KEY, graph, h200_here, letters, library, ours, tree, triton_kernel, write
 
 from diagnostics import compile_cache
 from diagnostics.caches import here, inventory
@@ -25,15 +25,7 @@ WAITING = "import sys; file = open(sys.argv[1]); print('open', flush=True); sys.
 @pytest.fixture
 def gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment that is the H200's of SEEN, as NVML and torch's version.py would tell it."""
-    seen = SEEN["H200"]
-    values = {
-        "torch": seen["torch"],
-        "torch_git": seen["git"],
-        "cuda": "13.0",
-        "triton": "3.6.0",
-        "gpus": ["NVIDIA H200 (cuda sm90)"],
-    }
-    monkeypatch.setattr(here, "fingerprint", lambda: {"python_abi": "cpython-312-x86_64-linux-gnu", **values})
+    monkeypatch.setattr(here, "fingerprint", lambda: {"python_abi": "cpython-312-x86_64-linux-gnu", **h200_here()})
 
 
 def take(directory: Path) -> inventory.Inventory:
