@@ -80,13 +80,14 @@ class Ranks:
     def agree(self, stage: str, make: Callable[[], Made], errors: tuple[type[Exception], ...]) -> Made:
         """What `make` returns, if it returns on all ranks. Ends all of them, told once, where it raises one of `errors`."""
         made: list[Made] = []
-        message = None
+        message, lasting = None, True
         with self.doing.at("slow", stage):
             try:
                 made.append(make())
             except errors as error:
                 message = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            self.agreement.everyone(stage, {}, message)
+                lasting = not isinstance(error, OSError)  # storage may come back
+            self.agreement.everyone(stage, {}, message, lasting=lasting)
         return made[0]
 
     def same(self, stage: str, facts: dict[str, Any]) -> None:
@@ -213,6 +214,7 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     with stop_on_signals() as stop:
         watch.start()
         try:
+    agreement.end_if_refused()
             with doing.at("slow", "connecting"):
                 ranks = _connect(launch, roles, device, doing, agreement, store, stop)
             yield ranks
