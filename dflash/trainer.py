@@ -63,7 +63,9 @@ def train(config: RunConfig) -> dict[str, Any] | None:
 
 def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
     """The training of one rank, which has joined the others."""
+    notices: list[str] = []
     if ranks.launch.restart:
+        notices = ranks.agree("looking at the checkpoints", lambda: _set_aside(config, leads=ranks.leads), USER_ERRORS)
         config = _restarted(config)
         if (finished := _finished(config)) is not None:
             return finished if ranks.leads else None
@@ -76,6 +78,8 @@ def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
     config.output.mkdir(parents=True, exist_ok=True)
     policy = CompilePolicy(config.compile, num_drafters=1)
     with _running(config, policy, placement, ranks.stop, resumed, leads=ranks.leads) as measured:
+        for text in notices:
+            events.record("notice", text=text)
         parts = ranks.agree("building", lambda: build(config, placement, policy, leads=ranks.leads), USER_ERRORS)
         if ranks.is_target:
             serve(config, ranks, parts, policy, first_step)
@@ -390,6 +394,11 @@ def _last_checkpoint(config: RunConfig) -> str | None:
 
 def _restarted(config: RunConfig) -> RunConfig:
     """Torchrun runs the first command again: go on from what the run before has saved, if anything."""
+def _set_aside(config: RunConfig, *, leads: bool) -> list[str]:
+    """Nobody is there to remove a damaged checkpoint when torchrun starts a run again."""
+    return checkpoint.set_aside_damaged(config.output) if leads else []
+
+
     return dataclasses.replace(config, resume=bool(checkpoint.list_complete(config.output)))
 
 
