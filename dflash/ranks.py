@@ -25,6 +25,7 @@ from dflash.engine.loops import WorkerTimes
 from dflash.engine.processes import DrafterRun, Ranks
 from dflash.engine.queue import QueueStats
 from dflash.engine.transport import ReceivingQueue, SendingQueue, StatesShape, checksum, receive_states, send_states
+from dflash.engine.waits import Waits
 from dflash.exchange import ProcessReport, report
 from dflash.modeling.tree_estimate import DraftCounts
 from dflash.worker import Contribution, DrafterModelWorker, NonFiniteError
@@ -164,6 +165,10 @@ class RanksEngine:
         """See `dflash.exchange.Engine`."""
         assert self._queue is not None
         return self._queue.stats()
+
+    def waits(self) -> Waits | None:
+        """See `dflash.exchange.Engine`."""
+        return self._ranks.waits() if self.leads else None
 
     def gather(self, own: ProcessReport) -> list[ProcessReport] | None:
         """See `dflash.exchange.Engine`."""

@@ -315,6 +315,8 @@ class Trainer:
             tokens_per_second=stats.tokens / stats.seconds,
             queue_occupancy=self.engine.queue_stats().mean_occupancy,
         )
+        if stats.step % self._config.telemetry.log_every_steps == 0 and (waits := self.engine.waits()) is not None:
+            events.record("waits", step=stats.step, **vars(waits))
 
     def _save_if_leading(self, step: int) -> None:
         self.engine.verify_weights()
@@ -392,13 +394,13 @@ def _last_checkpoint(config: RunConfig) -> str | None:
     return str(checkpoint.checkpoint_dir(config.output) / complete[-1]) if complete else None
 
 
-def _restarted(config: RunConfig) -> RunConfig:
-    """Torchrun runs the first command again: go on from what the run before has saved, if anything."""
 def _set_aside(config: RunConfig, *, leads: bool) -> list[str]:
     """Nobody is there to remove a damaged checkpoint when torchrun starts a run again."""
     return checkpoint.set_aside_damaged(config.output) if leads else []
 
 
+def _restarted(config: RunConfig) -> RunConfig:
+    """Torchrun runs the first command again: go on from what the run before has saved, if anything."""
     return dataclasses.replace(config, resume=bool(checkpoint.list_complete(config.output)))
 
 

@@ -34,6 +34,7 @@ from dflash.engine.launch import Agreement, Launch, Silent, differences, host
 from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
 from dflash.engine.roles import Roles
 from dflash.engine.transport import ReceivingQueue, SendingQueue
+from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
 from dflash.stopping import Stop, stop_on_signals
 
@@ -52,6 +53,8 @@ class Ranks:
     doing: Doing
     stop: Stop  # asked to by a signal
     agreement: Agreement
+    watch: Watch
+    waits_meter: WaitsMeter
     control: Any
     data: Any
     drafters: Any
@@ -95,6 +98,10 @@ class Ranks:
         different = differences(self.agreement.everyone(stage, facts))
         if different:
             self.agreement.end(0, different)
+
+    def waits(self) -> Waits | None:
+        """Who waited for whom since the last call that gave something; None while that is too short a time."""
+        return self.waits_meter.stretch(self.watch.spent())
 
     def gather(self, value: Any) -> list[Any] | None:
         """The objects of all ranks, on rank 0."""
@@ -207,6 +214,7 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     launch = Launch.read()
     store = launch.open_store()
     agreement = Agreement(store, launch)
+    agreement.end_if_refused()
     roles, device, peers = _start(config, launch, agreement)
     doing = Doing()
     seconds = config.engine_timeout_seconds
@@ -214,9 +222,8 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     with stop_on_signals() as stop:
         watch.start()
         try:
-    agreement.end_if_refused()
             with doing.at("slow", "connecting"):
-                ranks = _connect(launch, roles, device, doing, agreement, store, stop)
+                ranks = _connect(launch, roles, device, doing, agreement, watch, store, stop)
             yield ranks
             with doing.at("waiting", "waiting for all ranks to end"), _talking():
                 dist.barrier(group=ranks.control)
@@ -271,7 +278,14 @@ def _device(config: RunConfig, launch: Launch) -> torch.device:
 
 
 def _connect(
-    launch: Launch, roles: Roles, device: torch.device, doing: Doing, agreement: Agreement, store: Store, stop: Stop
+    launch: Launch,
+    roles: Roles,
+    device: torch.device,
+    doing: Doing,
+    agreement: Agreement,
+    watch: Watch,
+    store: Store,
+    stop: Stop,
 ) -> Ranks:
     limit = timedelta(seconds=GROUP_SECONDS)
     if device.type == "cuda":
@@ -287,6 +301,10 @@ def _connect(
         doing=doing,
         stop=stop,
         agreement=agreement,
+        watch=watch,
+        waits_meter=WaitsMeter(
+            [f"rank {rank} ({roles.worker(rank)})" for rank in range(launch.world_size)], least_seconds=2 * watch.beat_seconds
+        ),
         control=dist.group.WORLD,
         data=dist.new_group(backend=fast, timeout=limit),
         drafters=dist.new_group(drafters, backend=fast, timeout=limit),
