@@ -229,14 +229,13 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
                 dist.barrier(group=ranks.control)
             watch.stop()
             dist.destroy_process_group()
-        except Silent:
-            raise
         except BaseException as error:  # noqa: BLE001 - every failure is told to the other ranks, and ends the process
             stop.stepping = True  # torchrun's SIGTERM must not cut the telling short
-            code = watch.failed(error).code
+            leaving = error if isinstance(error, Silent) else watch.failed(error)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(int(code or 1))  # process groups with open transfers can hang when they are torn down
+            # Process groups with open transfers can hang when they are torn down, and threads of torch's abort.
+            os._exit(int(leaving.code or 1))
 
 
 def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Roles, torch.device, list[Peer]]:
