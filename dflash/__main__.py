@@ -32,6 +32,7 @@ from dflash.modeling.contract import ContractError, write_export
 USAGE = """usage: python -m dflash COMMAND ...
   prepare   prompts to conversations answered by the target: --prompts FILE --output DIR --target.path TARGET
   train     train a drafter: --preset {presets} --output DIR [--topology 1t+2d] [any field, see train --help]
+  capture   target features to disk, to train without targets (--data.features DIR): --preset P --output DIR [any field]
   evaluate  speculative decoding of held-out prompts: evaluate RUN [--checkpoint best]
   export    write a run's drafter in z-lab's DFlash format: export RUN OUT [--checkpoint best]
   check     is a drafter what a server will take it for: check RUN|CHECKPOINT|EXPORT [--target T]
@@ -103,6 +104,13 @@ def train_command(arguments: list[str]) -> dict[str, Any] | None:
     return train(config)
 
 
+def capture_command(arguments: list[str]) -> dict[str, Any]:
+    """`capture`: fields as in `train`."""
+    from dflash.capture import capture  # noqa: PLC0415 - see train_command
+
+    return capture(tyro.cli(RunConfig, prog="python -m dflash capture", default=_preset_of(arguments), args=arguments))
+
+
 def plan_command(arguments: list[str]) -> dict[str, Any]:
     """`plan`: fields as in `train`."""
     from dflash import plan  # noqa: PLC0415 - see train_command
@@ -161,6 +169,7 @@ def import_command(arguments: list[str]) -> dict[str, Any]:
 COMMANDS: dict[str, Callable[[list[str]], dict[str, Any] | None]] = {
     "prepare": prepare_command,
     "train": train_command,
+    "capture": capture_command,
     "evaluate": evaluate_command,
     "export": export_command,
     "check": check_command,

@@ -78,6 +78,7 @@ class DataConfig:
     packing: Literal["documents", "none"] = "documents"  # "none": one document a row
     min_supervised_tokens: int = 2  # examples with fewer are skipped, counted and listed
     validation_batches: int = 2  # held-out micro-batches measured at every checkpoint; 0: none
+    features: Path | None = None  # directory written by `python -m dflash capture`: no targets run, topology 0t+Md
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "rows_per_batch", "num_anchors", "min_supervised_tokens"):
@@ -229,12 +230,12 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `5t+3d`. Raises ConfigError on anything else."""
+        """Read `5t+3d`; `0t+3d` reads features from disk. Raises ConfigError on anything else."""
         match = re.fullmatch(r"(\d+)t\+(\d+)d", text)
         _require(match is not None, f"topology {text!r} is not of the form Nt+Md, for example 1t+2d")
         assert match is not None
         topology = cls(int(match[1]), int(match[2]))
-        _require(topology.targets >= 1 and topology.drafters >= 1, f"topology {text!r} needs at least 1t+1d")
+        _require(topology.drafters >= 1, f"topology {text!r} needs at least one drafter")
         return topology
 
     def __str__(self) -> str:
@@ -267,7 +268,15 @@ class RunConfig:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
 
     def __post_init__(self) -> None:
-        Topology.parse(self.topology)
+        targets = Topology.parse(self.topology).targets
+        _require(
+            targets >= 1 or self.data.features is not None,
+            f"topology {self.topology!r} needs at least 1t, or --data.features with what `python -m dflash capture` wrote",
+        )
+        _require(
+            targets == 0 or self.data.features is None,
+            f"topology {self.topology!r} has targets that --data.features leaves without work: use 0t+Md, or leave it out",
+        )
         _require(
             self.data.sequence_length > self.drafter.block_size,
             f"data.sequence-length {self.data.sequence_length} is too short for a block of {self.drafter.block_size}",
@@ -367,7 +376,7 @@ def _build(kind: Any, values: dict[str, Any], *, prefix: str) -> Any:
     _require(not unknown, f"unknown key {prefix}{unknown[0] if unknown else ''}: known are {', '.join(known)}")
     converted: dict[str, Any] = {}
     for key, value in values.items():
-        if str(known[key].type) == "Path":
+        if value is not None and str(known[key].type) in ("Path", "Path | None"):
             converted[key] = Path(value)
         else:
             converted[key] = tuple(value) if isinstance(value, list) else value

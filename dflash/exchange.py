@@ -178,6 +178,7 @@ class ThreadsEngine:
             batches_per_step=per_step,
             finish_step=finish_step,
             in_worker=self._policy.in_worker,
+            makers="target" if self._config.data.features is None else "reader",
         )
         run_threads(self._run)
 

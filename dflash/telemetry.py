@@ -162,6 +162,9 @@ def verdict(times: Sequence[WorkerTimes]) -> str:
     targets = [t for t in times if t.worker.startswith("target")]
     drafters = [t for t in times if t.worker.startswith("drafter")]
     target_wait, drafter_wait = wait_fraction(targets), wait_fraction(drafters)
+    if not targets:
+        advice = ": use a faster disk" if drafter_wait > IMBALANCE else ""
+        return f"drafters wait {drafter_wait:.0%} of their time for features{advice}"
     if drafter_wait > IMBALANCE and drafter_wait >= target_wait:
         return f"drafters wait {drafter_wait:.0%} of their time for the targets: add a target"
     if target_wait > IMBALANCE:

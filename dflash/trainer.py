@@ -26,6 +26,7 @@ from dflash.compile_cache import CompileCache
 from dflash.compile_policy import CompilePolicy
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.data.examples import DataError
+from dflash.device import intra_op_threads
 from dflash.engine.devices import Placement, place
 from dflash.engine.processes import Ranks, joined
 from dflash.exchange import Engine, ThreadsEngine, report
@@ -101,7 +102,7 @@ def _running(
     """What surrounds a process's part of a run."""
     devices = (*placement.targets, *placement.drafters)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_cpu_threads(config))
+        stack.enter_context(intra_op_threads(config.devices, config.cpu_threads))
         stack.enter_context(policy.watching())
         if leads:
             stack.enter_context(telemetry.listening(config, first_step=resumed.step if resumed else 0))
@@ -247,7 +248,7 @@ class Trainer:
             "padding_tokens": self._padding_tokens,
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / engine.num_devices,
-            "tokens_per_second_per_target": rate / engine.num_targets,
+            "tokens_per_second_per_target": rate / engine.num_targets if engine.num_targets else None,
             "tokens_per_second_per_drafter": rate / engine.num_drafters,
             "loss": _mean(self._recent_losses),
             "acceptance": self._acceptance.result(),
@@ -429,18 +430,6 @@ def _saved_state(config: RunConfig) -> TrainState | None:
             f"{config.output} already holds checkpoints up to {existing[-1]}: use --resume to go on, or another --output"
         )
     return None
-
-
-@contextlib.contextmanager
-def _cpu_threads(config: RunConfig) -> Iterator[None]:
-    """Intra-op threads of each worker; only where the workers are CPU threads."""
-    before = torch.get_num_threads()
-    if config.devices == "cpu":
-        torch.set_num_threads(config.cpu_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _mean(values: list[float]) -> float:

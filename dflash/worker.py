@@ -25,7 +25,7 @@ from dflash.modeling.drafter import Drafter, DrafterShape, block_inputs
 from dflash.modeling.head_scores import Score, score
 from dflash.modeling.loss import draft_loss
 from dflash.modeling.masks import BlockLayout
-from dflash.modeling.target import FrozenEnds, TargetRunner
+from dflash.modeling.target import FrozenEnds, TargetRunner, supports_packing
 from dflash.modeling.tree_estimate import DraftCounts
 
 
@@ -63,15 +63,7 @@ class TargetModelWorker:
     def run(self, batch: PackedBatch) -> TargetStates:
         """The states of any batch, complete on this worker's device."""
         with self._policy.turn(self.name, "target", self.device):
-            return self._run(batch)
-
-    def _run(self, batch: PackedBatch) -> TargetStates:
-        batch = batch.to(self.device)
-        features, final_hidden = self._runner.run(batch)
-        if self.device.type == "cpu":  # there the drafter runs without autocast, in fp32
-            features, final_hidden = features.float(), None if final_hidden is None else final_hidden.float()
-        synchronize(self.device)
-        return TargetStates(batch=batch, features=features, final_hidden=final_hidden)
+            return target_states(self._runner, batch, self.device)
 
 
 class DrafterModelWorker:
@@ -253,6 +245,22 @@ class DrafterModelWorker:
             for hook in hooks:
                 hook.remove()
         return found[0] if found else "logits of the target's head"
+
+
+def target_states(runner: TargetRunner, batch: PackedBatch, device: torch.device) -> TargetStates:
+    """The states of a batch, complete on the device of the runner."""
+    batch = batch.to(device)
+    features, final_hidden = runner.run(batch)
+    if device.type == "cpu":  # there the drafter runs without autocast, in fp32
+        features, final_hidden = features.float(), None if final_hidden is None else final_hidden.float()
+    synchronize(device)
+    return TargetStates(batch=batch, features=features, final_hidden=final_hidden)
+
+
+def check_packing(config: RunConfig, model: Any) -> None:
+    """Raise ConfigError where the target cannot keep the documents of a row apart."""
+    if config.data.packing == "documents" and not supports_packing(model):
+        raise ConfigError(f"target {config.target.path} cannot separate packed documents: use --data.packing none")
 
 
 def add_sums(parts: list[LossSums]) -> LossSums:

@@ -16,6 +16,7 @@ import torch
 from helpers_training import make_config, without_anchors
 
 from dflash import checkpoint
+from dflash.capture import capture
 from dflash.config import RunConfig
 from dflash.data.packing import PackedStream
 from dflash.trainer import train
@@ -43,6 +44,8 @@ def arguments(config: RunConfig) -> list[str]:
         "acceptance.decode_every_steps": 0,
         "engine_timeout_seconds": SECONDS,
     }
+    if config.data.features is not None:
+        values["data.features"] = config.data.features
     flags = [part for key, value in values.items() for part in (f"--{key.replace('_', '-')}", str(value))]
     return ["--preset", "tiny-cpu", "--engine", "processes", *flags]
 
@@ -94,12 +97,14 @@ def scenarios(base: Path) -> dict[str, dict[str, Any]]:
         {"life": 4, "worker": "target-0", "do": "slow"},
     ]
     whole = make_config(base / "whole" / "run", topology="1t+2d", optim={"steps": 50, "batches_per_step": 2})
+    offline = make_config(base / "offline" / "run", topology="0t+2d", data={"features": base / "features"})
     faulty = interrupted(base / "faulty" / "run", topology="1t+2d")
     killed = interrupted(base / "killed" / "run", topology="1t+2d")
     return {
         "whole": one("whole", whole, "--transport.checksums"),
         "killed": one("killed", killed, "--resume", restarts=3, faults=lives, without_anchors=WITHOUT_ANCHORS),
         "faulty": one("faulty", faulty, restarts=4, faults=faults),
+        "offline": one("offline", offline) | {"ranks": 2},
         "stopped": one("stopped", small("stopped"), **fault("target-0", 9, "stop")),
         "asked": one("asked", small("asked"), "--optim.steps", "200", **fault("drafter-1", 9, "term")),
         "nan": one("nan", small("nan"), **fault("target-0", 9, "nan")),
@@ -131,6 +136,7 @@ def run_all(base: Path) -> dict[str, Outcome]:
         (base / f"{name}.json").write_text(json.dumps(scenario))
     train_without_anchors(interrupted(base / "killed" / "run", topology="1t+1d"))  # the first steps, by threads
     keep_until(base / "killed" / "run", 2)
+    capture(make_config(base / "features"))
     command = [sys.executable, "tests/programs/ranks.py", *(str(base / f"{name}.json") for name in planned)]
     paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900, env=os.environ | paths)

@@ -63,6 +63,11 @@ class PackedStream:
         return len(self._examples)
 
     @property
+    def examples(self) -> Sequence[Example]:
+        """What is delivered in every epoch, cut to S tokens."""
+        return self._examples
+
+    @property
     def num_rows(self) -> int:
         """Rows of an epoch that hold documents."""
         return len(self._plan.offsets) - 1

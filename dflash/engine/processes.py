@@ -32,6 +32,7 @@ from dflash import events
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.engine.launch import Agreement, Launch, Silent, differences, host
 from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
+from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
 from dflash.engine.transport import ReceivingQueue, SendingQueue
 from dflash.engine.waits import Waits, WaitsMeter
@@ -196,7 +197,7 @@ class Ranks:
 class DrafterRun:
     """What the loop of a drafter needs."""
 
-    queue: ReceivingQueue
+    queue: ReceivingQueue | ReadingQueue
     times: WorkerTimes
     first_step: int
     num_steps: int
