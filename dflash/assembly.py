@@ -93,14 +93,16 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy, *, lea
         start = functools.partial(start_from_target, model=model) if config.drafter.init == "target" and number == 0 else None
         drafters.append(DrafterModelWorker(f"drafter-{number}", config, shape, ends, device, policy, start=start))
     targets: list[StatesWorker] = []
+    tiles_of = shape.block_size if config.drafter.attention == "flex" else None
     if config.data.features is not None:
         store = FeatureStore(config.data.features)
         store.check(Belongs.of(config, model, shape, meta, placement.drafters[0]), {"train": stream, "heldout": heldout})
-        targets.append(FeatureReader("reader-0", store, stream, final_hidden=config.loss.kind == "kl"))
+        final_hidden = config.loss.kind == "kl"
+        targets.append(FeatureReader("reader-0", store, stream, final_hidden=final_hidden, tiles_of=tiles_of))
     for number, ((target, _), device) in enumerate(zip(models, placement.targets, strict=True), placement.first_target):
         compiled = policy.compiled if config.compile.target else None
         runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl", compiled=compiled)
-        targets.append(TargetModelWorker(f"target-{number}", runner, stream, device, policy))
+        targets.append(TargetModelWorker(f"target-{number}", runner, stream, device, policy, tiles_of=tiles_of))
     return Parts(
         shape=shape,
         stream=stream,

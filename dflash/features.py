@@ -40,6 +40,7 @@ from dflash.config import RunConfig
 from dflash.data.meta import DataError, Meta, Split
 from dflash.data.packing import PackedStream
 from dflash.modeling.shape import DrafterShape
+from dflash.modeling.tiles import tile_lists
 
 META_FILE = "meta.json"
 FORMAT = "dflash-harness features 1"
@@ -228,17 +229,23 @@ class FeatureStore:
 class FeatureReader:
     """Reads the target states of numbered micro-batches; stands where a target worker would."""
 
-    def __init__(self, name: str, store: FeatureStore, stream: PackedStream, *, final_hidden: bool) -> None:
+    def __init__(self, name: str, store: FeatureStore, stream: PackedStream, *, final_hidden: bool, tiles_of: int | None) -> None:
+        """With `tiles_of`, the drafter's block size, the tiles of its flex mask are made ahead."""
         self.name, self.device = name, torch.device("cpu")
-        self._store, self._stream, self._final_hidden = store, stream, final_hidden
+        self._store, self._stream, self._final_hidden, self._tiles_of = store, stream, final_hidden, tiles_of
 
     def produce(self, number: int) -> TargetStates:
         """The states of training micro-batch `number`, on the CPU."""
-        return self._store.states("train", self._stream.batch(number), final_hidden=self._final_hidden)
+        return self._states("train", self._stream.batch(number))
 
     def run(self, batch: PackedBatch) -> TargetStates:
         """The states of a held-out micro-batch, on the CPU."""
-        return self._store.states("heldout", batch, final_hidden=self._final_hidden)
+        return self._states("heldout", batch)
+
+    def _states(self, split: Split, batch: PackedBatch) -> TargetStates:
+        if self._tiles_of is not None:
+            batch = dataclasses.replace(batch, tiles=tile_lists(batch, self._tiles_of))
+        return self._store.states(split, batch, final_hidden=self._final_hidden)
 
 
 _REPAIR = "run dflash capture again, it makes what is missing or damaged"
