@@ -210,7 +210,8 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     """Be one rank of a run for the length of the block.
 
     Configuration and versions must be equal on all ranks. Raises ConfigError where torchrun's variables are missing, and Silent
-    (a SystemExit) where this or another rank cannot start (2) or failed (1), after one of them has said why.
+    (a SystemExit, exit code 2) where the ranks cannot start, after one of them has said why. Inside the block, what this or
+    another rank finds wrong (2) or fails with (1) ends the process.
     """
     launch = Launch.read()
     store = launch.open_store()
