@@ -85,7 +85,7 @@ def _run(step: Step, output: Path) -> dict[str, Any]:
     figures = output / f"{step.name}.figures.json"
     if step.leaves_json:
         command += ["--json", str(figures)]
-    if step.seconds is not None:
+    if step.seconds is not None or step.needs_output:
         command += ["--output", str(output / f"{step.name}.run")]
     row: dict[str, Any] = {"what": step.what, "command": step.command, "as_expected": False}
     try:
