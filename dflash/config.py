@@ -287,11 +287,11 @@ class RunConfig:
 class PrepareConfig:
     """`python -m dflash prepare`: prompts in, conversations answered by the target out."""
 
-    prompts: str  # JSONL or Parquet file, or a hub name for `datasets`
+    prompts: str  # JSONL or Parquet: a file, directory, pattern or URL; a saved data set; or a hub name (dflash.data.sources)
     output: Path
     target: TargetConfig = field(default_factory=TargetConfig)
-    prompt_field: str = "prompt"  # a string, or a list of {role, content} messages
-    split: str = "train"  # only for hub names
+    prompt_field: str | None = None  # column of text or messages; None: recognised by its name (dflash.data.layouts)
+    split: str = "train"  # only for data sets
     limit: int | None = None
     max_prompt_tokens: int = 2048  # longer prompts are skipped, counted and listed
     max_new_tokens: int = 1024

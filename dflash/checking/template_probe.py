@@ -102,14 +102,15 @@ def _render(subject: Subject, meta: Meta, examples: list[Example]) -> Check:
 
 
 def _rendered_again(subject: Subject, meta: Meta, examples: list[Example]) -> Check:
-    prompts, _ = load_prompts(PrepareConfig(prompts=meta.prompts, output=Path("unused")))
-    messages = {prompt.sample_id: prompt.messages for prompt in prompts}
-    known = [example for example in examples if example.sample_id in messages]
+    loaded = load_prompts(PrepareConfig(prompts=meta.prompts, prompt_field=meta.prompt_field, output=Path("unused")))
+    prompts = {prompt.sample_id: prompt for prompt in loaded.prompts}
+    known = [example for example in examples if example.sample_id in prompts]
     if not known:
         return unobserved("template.render", f"{meta.prompts} holds none of the data's prompts")
     different = []
     for example in known:
-        now = chat.render_prompt(subject.tokenizer, messages[example.sample_id], enable_thinking=meta.enable_thinking)
+        asked = prompts[example.sample_id]
+        now = chat.render_prompt(subject.tokenizer, asked.messages, enable_thinking=meta.enable_thinking, tools=asked.tools)
         if now != _prompt(example):
             different.append(example.sample_id)
     found = f"{len(known) - len(different)} of {len(known)} prompts of {meta.prompts} render to the data's tokens again"

@@ -43,6 +43,7 @@ class Meta:
     max_new_tokens: int = 0
     seed: int = 0
     prompts: str = ""
+    prompt_field: str | None = None
     truncated_answers: int = 0  # answers that reached max_new_tokens before their end token
     examples: dict[str, int] = field(default_factory=dict)  # per split
     skipped: dict[str, int] = field(default_factory=dict)  # per reason

@@ -56,7 +56,8 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     """
     started = time.monotonic()
     require_unpublished(config.output)
-    prompts, skipped = load_prompts(config)
+    loaded = load_prompts(config)
+    prompts, skipped = loaded.prompts, list(loaded.skipped)
     with events.span("prepare.load_target"):
         target = _load(config)
     questions, refused = _ask(config, target, prompts)
@@ -71,7 +72,7 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
         for prompt in prompts:
             if prompt.sample_id in questions:
                 splits[prompt.split].append(_example(questions[prompt.sample_id], answers[prompt.sample_id]))
-        meta = write_examples(config.output, splits, _meta(config, target, answers), skipped=skipped)
+        meta = write_examples(config.output, splits, _meta(config, target, loaded.field, answers), skipped=skipped)
         journal.remove()
     return {
         "output": str(config.output),
@@ -144,6 +145,7 @@ def _prompt_ids(config: PrepareConfig, target: _Target, prompt: Prompt) -> list[
             end_token_ids=target.end_token_ids,
             enable_thinking=config.enable_thinking,
             supervise="last",
+            tools=prompt.tools,
         )
     except chat.PromptError:
         raise
@@ -209,7 +211,7 @@ def _example(question: Question, answer_ids: Sequence[int]) -> Example:
     return Example(sample_id=question.sample_id, ids=ids, loss_mask=np.arange(len(ids)) >= len(question.ids))
 
 
-def _meta(config: PrepareConfig, target: _Target, answers: dict[str, list[int]]) -> Meta:
+def _meta(config: PrepareConfig, target: _Target, field: str, answers: dict[str, list[int]]) -> Meta:
     return Meta(
         target=config.target.path,
         gguf_file=config.target.gguf_file,
@@ -223,6 +225,7 @@ def _meta(config: PrepareConfig, target: _Target, answers: dict[str, list[int]])
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
         prompts=config.prompts,
+        prompt_field=field,
         truncated_answers=sum(tokens[-1] not in target.end_token_ids for tokens in answers.values()),
         versions={tool: importlib.metadata.version(tool) for tool in _TOOLS},
     )
