@@ -26,12 +26,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash.batch import Example
+from dflash.data.answers import Unanswered
 from dflash.data.meta import (
     EXAMPLES_FILE,
     MARKER_FILE,
     META_FILE,
     SKIPPED_FILE,
     SPLITS,
+    UNANSWERED_FILE,
     DataError,
     Meta,
     Split,
@@ -57,7 +59,12 @@ SCHEMA = pa.schema(
 
 
 def write_examples(
-    path: Path, splits: Mapping[str, Sequence[Example]], meta: Meta, *, skipped: Sequence[tuple[str, str]] = ()
+    path: Path,
+    splits: Mapping[str, Sequence[Example]],
+    meta: Meta,
+    *,
+    skipped: Sequence[tuple[str, str]] = (),
+    unanswered: Sequence[Unanswered] = (),
 ) -> Meta:
     """Publish examples (train and heldout) as the new directory `path`; return the meta with its counts.
 
@@ -75,7 +82,7 @@ def write_examples(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
-        _write_directory(aside, splits, meta, skipped)
+        _write_directory(aside, splits, meta, skipped, unanswered)
         aside.rename(path)
     except OSError as error:
         if aside is not None:
@@ -156,7 +163,11 @@ def _problem(example: Example, vocab_size: int) -> str | None:
 
 
 def _write_directory(
-    aside: Path, splits: Mapping[str, Sequence[Example]], meta: Meta, skipped: Sequence[tuple[str, str]]
+    aside: Path,
+    splits: Mapping[str, Sequence[Example]],
+    meta: Meta,
+    skipped: Sequence[tuple[str, str]],
+    unanswered: Sequence[Unanswered],
 ) -> None:
     file = aside / EXAMPLES_FILE
     with pq.ParquetWriter(file, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
@@ -172,7 +183,10 @@ def _write_directory(
     }
     lines = [json.dumps({"sample_id": sample_id, "reason": reason}) + "\n" for sample_id, reason in skipped]
     sync(file)
-    for name, text in ((META_FILE, meta_text), (SKIPPED_FILE, "".join(lines)), (MARKER_FILE, json.dumps(marker) + "\n")):
+    texts = {META_FILE: meta_text, SKIPPED_FILE: "".join(lines)}
+    if unanswered:
+        texts[UNANSWERED_FILE] = "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in unanswered)
+    for name, text in {**texts, MARKER_FILE: json.dumps(marker) + "\n"}.items():
         (aside / name).write_text(text, encoding="utf-8")
         sync(aside / name)
     aside.chmod(0o777 & ~_umask())
