@@ -287,11 +287,13 @@ class RunConfig:
 class PrepareConfig:
     """`python -m dflash prepare`: prompts in, conversations answered by the target out."""
 
-    prompts: str  # JSONL or Parquet: a file, directory, pattern or URL; a saved data set; or a hub name (dflash.data.sources)
+    prompts: str = ""  # file, directory, pattern or URL of JSONL or Parquet; saved data set; hub name (dflash.data.sources)
     output: Path
+    audit: bool = False  # look at the prepared data (dflash.data.audit), also when it is there already
     target: TargetConfig = field(default_factory=TargetConfig)
     prompt_field: str | None = None  # column of text or messages; None: recognised by its name (dflash.data.layouts)
     split: str = "train"  # only for data sets
+    turns: Literal["last", "each"] = "last"  # each: every user turn of a conversation is answered, after the turns before it
     limit: int | None = None
     max_prompt_tokens: int = 2048  # longer prompts are skipped, counted and listed
     max_new_tokens: int = 1024

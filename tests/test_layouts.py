@@ -134,3 +134,19 @@ def test_equal_prompts_are_asked_once_whatever_their_ids(tmp_path: Path) -> None
     loaded = load(tmp_path, [{"id": "a", "prompt": "same"}, {"id": "b", "prompt": "same"}, {"id": "a", "prompt": "other"}])
     assert [prompt.sample_id for prompt in loaded.prompts] == ["a"]
     assert loaded.skipped == [("b", "repeated prompt"), ("a", "id of another prompt")]
+
+
+def test_each_turn_of_a_conversation_is_asked_as_a_server_would_be(tmp_path: Path) -> None:
+    rows = [{"id": "a", "conversations": SHAREGPT}, {"id": "b", "prompt": "single", "conversations": None}]
+    loaded = load(tmp_path, rows[:1], turns="each", heldout_fraction=0.5)
+    assert [(p.sample_id, list(p.messages), list(p.given)) for p in loaded.prompts] == [
+        ("a#1", ASKED[:1], ASKED[1:2]),
+        ("a#2", ASKED, GIVEN),
+    ]
+    assert [p.sample_id for p in load(tmp_path, rows[1:], turns="each").prompts] == ["b"]
+    many = [{"messages": [*ASKED[:2], {"role": "user", "content": str(number)}]} for number in range(30)]
+    sides: dict[str, set[str]] = {}
+    for prompt in load(tmp_path, many, turns="each", heldout_fraction=0.5).prompts:
+        sides.setdefault(prompt.sample_id.partition("#")[0], set()).add(prompt.split)
+    assert all(len(side) == 1 for side in sides.values())
+    assert {next(iter(side)) for side in sides.values()} == {"train", "heldout"}

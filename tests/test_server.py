@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -235,10 +237,17 @@ def test_without_extras_only_words_of_openai_are_said(there: Any, model: Any) ->
     assert set(server.bodies[0]) == {"model", "messages", "max_tokens", "temperature", "top_p", "stream"}
 
 
-def test_no_more_requests_are_under_way_than_allowed(there: Any, model: Any) -> None:
-    with serving(model) as server:
+def test_as_many_requests_are_under_way_as_allowed_and_no_more(there: Any, model: Any) -> None:
+    together = threading.Barrier(3)
+
+    def fault(_prompt: str, _times: int) -> None:
+        if sum(server.asked.values()) <= 3:
+            together.wait(60)
+            time.sleep(0.2)  # one request too many would come now; none does however long this is
+
+    with serving(model, fault=fault) as server:
         prepare.prepare(there(server, server_concurrency=3))
-    assert 1 <= server.most_at_one_time <= 3
+    assert server.most_at_one_time == 3
 
 
 def test_retry_after_holds_back_every_request(there: Any, model: Any, tmp_path: Path) -> None:

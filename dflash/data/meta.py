@@ -50,6 +50,8 @@ class Meta:
     seed: int = 0
     prompts: str = ""
     prompt_field: str | None = None
+    split: str = "train"  # of the source
+    turns: Literal["last", "each"] = "last"
     server: str | None = None  # model name and interface of the server that answered; None: the process of `prepare` did
     finish_reasons: dict[str, int] = field(default_factory=dict)  # answers that ended with their end token, and those cut
     retokenized_answers: int = 0  # a server gave text only: their tokens may differ from those that were written

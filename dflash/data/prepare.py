@@ -27,14 +27,15 @@ import torch
 
 from dflash import events
 from dflash.batch import Example
-from dflash.config import ConfigError, PrepareConfig, to_dict
+from dflash.config import ConfigError, PrepareConfig, TargetConfig, to_dict
 from dflash.data import chat
 from dflash.data.answers import Answer, Unanswered, to_example
 from dflash.data.asking import Keep, Tally, ask_all
+from dflash.data.audit import audit
 from dflash.data.examples import require_unpublished, write_examples
 from dflash.data.generate import Question, Sampling, answer, in_batches
 from dflash.data.journal import AnswerJournal
-from dflash.data.meta import SPLITS, DataError, Meta, PrepareFailed
+from dflash.data.meta import MARKER_FILE, SPLITS, DataError, Meta, PrepareFailed
 from dflash.data.progress import GenerationProgress
 from dflash.data.prompts import Prompt, load_prompts
 from dflash.data.questions import TargetTokens, to_questions
@@ -54,8 +55,24 @@ class _Target:
 def prepare(config: PrepareConfig) -> dict[str, Any]:
     """Answer the prompts of `config.prompts` and publish the examples as `config.output`; return a JSON-ready summary.
 
-    Raises DataError for prompts, templates and disks that cannot be used, ConfigError for settings and targets.
+    With `config.audit` the published data is looked at; data that is there already is not prepared again.
+    Raises DataError for prompts, templates and disks that cannot be used, ConfigError for settings and targets, PrepareFailed
+    when a server is gone.
     """
+    if config.audit and (config.output / MARKER_FILE).is_file():
+        return {"output": str(config.output), **_audited(config)}
+    if not config.prompts:
+        raise ConfigError("no prompts: name a file, a directory, a URL or a data set with --prompts")
+    summary = _prepare(config)
+    return {**summary, **_audited(config)} if config.audit else summary
+
+
+def _audited(config: PrepareConfig) -> dict[str, Any]:
+    found = audit(config.output, _tokens(config.target, *describe_target(config.target)))
+    return {"audit": found, "failed": found["failed"]}
+
+
+def _prepare(config: PrepareConfig) -> dict[str, Any]:
     started = time.monotonic()
     require_unpublished(config.output)
     loaded = load_prompts(config)
@@ -104,21 +121,24 @@ def _load(config: PrepareConfig) -> _Target:
         model, tokenizer = load_target(config.target, device=parse_device(config.device))
     else:
         model, tokenizer = describe_target(config.target)
+    return _Target(model=None if config.server is not None else model, tokens=_tokens(config.target, model, tokenizer))
+
+
+def _tokens(target: TargetConfig, model: Any, tokenizer: Any) -> TargetTokens:
     if tokenizer is None:
-        raise ConfigError(f"{config.target.path!r} has no tokenizer: prepare needs a target with tokenizer and chat template")
+        raise ConfigError(f"{target.path!r} has no tokenizer: prepare needs a target with tokenizer and chat template")
     chat.chat_template(tokenizer)
     end_token_ids = _end_token_ids(model, tokenizer)
     settings, pad_token_id = text_config(model), tokenizer.pad_token_id
     vocab_size = int(settings.vocab_size)
-    tokens = TargetTokens(
+    return TargetTokens(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         context_tokens=getattr(settings, "max_position_embeddings", None),
-        mask_token_id=resolve_mask_token_id(config.target, tokenizer, vocab_size),
+        mask_token_id=resolve_mask_token_id(target, tokenizer, vocab_size),
         pad_token_id=end_token_ids[0] if pad_token_id is None else int(pad_token_id),
         end_token_ids=end_token_ids,
     )
-    return _Target(model=None if config.server is not None else model, tokens=tokens)
 
 
 def _end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -250,6 +270,8 @@ def _meta(config: PrepareConfig, target: TargetTokens, field: str, answers: dict
         seed=config.seed,
         prompts=config.prompts,
         prompt_field=field,
+        split=config.split,
+        turns=config.turns,
         server=_answered_by(config),
         finish_reasons=dict(Counter(answer.finish for answer in answers.values()).most_common()),
         truncated_answers=sum(answer.finish == "length" for answer in answers.values()),

@@ -1,7 +1,9 @@
 """Prompts from a source of rows: recognised, identified, split, and nothing dropped without a trace.
 
 The id of a prompt is the `id` field of its row, or a hash of its content. Whether it is held out depends on the content alone,
-so a prompt is on the same side whatever source it comes in, and equal prompts are never on both sides.
+so a prompt is on the same side whatever source it comes in, and equal prompts are never on both sides. With `turns` each, a
+conversation of several user turns gives a prompt for each of them (ids ID#1, ID#2, ..., all on the side of the whole), so that
+every answer is asked for as a server would be asked, also by templates that rewrite earlier turns.
 
 A row that cannot be a prompt is skipped with a reason; a source that cannot be read, or whose columns no layout explains,
 raises `DataError` with what was found.
@@ -11,6 +13,7 @@ Known limit: all prompts stand in memory, about 1 GB for a million of 200 words.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -106,19 +109,39 @@ def _take(
         read = read_conversation(row, field)
         digest = _digest(read)
         sample_id = sample_id or digest[:8].hex()
-        _require_new(again=digest in contents, taken=sample_id in prompts)
+        _require_new(again=digest in contents, taken=sample_id in prompts or f"{sample_id}#1" in prompts)
     except PromptError as error:
         skipped.append((str(named) if named is not None else place, str(error)))
         return
     contents.add(digest)
     heldout = int.from_bytes(digest[8:16], "big") < config.heldout_fraction * 2**64
-    prompts[sample_id] = Prompt(
+    whole = Prompt(
         sample_id=sample_id,
         messages=read.messages,
         split="heldout" if heldout else "train",
         tools=read.tools,
         given=read.given,
     )
+    for prompt in _by_turn(whole) if config.turns == "each" else [whole]:
+        prompts[prompt.sample_id] = prompt
+
+
+def _by_turn(whole: Prompt) -> list[Prompt]:
+    """A prompt for each turn that is answered in the conversation, the last one included."""
+    messages = whole.messages
+    ends = [
+        i
+        for i, message in enumerate(messages, start=1)
+        if message["role"] in ("user", "tool") and (i == len(messages) or messages[i]["role"] == "assistant")
+    ]
+    if len(ends) == 1:
+        return [whole]
+    parts = []
+    for number, end in enumerate(ends, start=1):
+        given = whole.given if end == len(messages) else (messages[end],)
+        name = f"{whole.sample_id}#{number}"
+        parts.append(dataclasses.replace(whole, sample_id=name, messages=messages[:end], given=given))
+    return parts
 
 
 def _require_new(*, again: bool, taken: bool) -> None:
