@@ -36,7 +36,7 @@ _SPEAKERS = {
     **{role: role for role in ("user", "assistant", "system", "tool")},
 }
 _KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
-_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def read_conversation(row: dict[str, Any], field: str) -> Conversation:
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
         asked += 1
-    if any(_LONE_SURROGATE.search(text) for text in texts(messages)):
+    if any(LONE_SURROGATE.search(text) for text in texts(messages)):
         raise PromptError("a lone surrogate, which is no text")
     return Conversation(messages=tuple(messages[:asked]), tools=_tools(row), given=tuple(messages[asked:]))
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from dflash.config import PrepareConfig
 from dflash.data.chat import Message, PromptError
-from dflash.data.layouts import EXPECTED, Conversation, read_conversation, recognise
+from dflash.data.layouts import EXPECTED, LONE_SURROGATE, Conversation, read_conversation, recognise
 from dflash.data.meta import DataError, Split
 from dflash.data.sources import read_rows
 
@@ -105,6 +105,9 @@ def _take(
 ) -> None:
     named = row.get(ID_FIELD)
     sample_id = None if named is None else str(named)
+    if sample_id is not None and LONE_SURROGATE.search(sample_id):
+        skipped.append((place, "an id with a lone surrogate, which is no text"))
+        return
     try:
         read = read_conversation(row, field)
         digest = _digest(read)
