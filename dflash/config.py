@@ -72,6 +72,7 @@ class DataConfig:
     """Prepared examples and the one shape they are packed to."""
 
     path: Path = Path("data")  # directory written by `python -m dflash prepare`
+    spool: Path | None = None  # directory for flat copies of data larger than memory (dflash.data.spool); None: read it whole
     sequence_length: int = 4096  # S
     rows_per_batch: int = 1  # R
     num_anchors: int = 512  # N slots of a row
@@ -403,7 +404,7 @@ def _build(kind: Any, values: dict[str, Any], *, prefix: str) -> Any:
     _require(not unknown, f"unknown key {prefix}{unknown[0] if unknown else ''}: known are {', '.join(known)}")
     converted: dict[str, Any] = {}
     for key, value in values.items():
-        if str(known[key].type) == "Path":
+        if "Path" in str(known[key].type) and value is not None:
             converted[key] = Path(value)
         else:
             converted[key] = tuple(value) if isinstance(value, list) else value
