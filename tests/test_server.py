@@ -66,7 +66,7 @@ def test_a_server_gives_the_tokens_that_the_target_gives_in_process(
     assert tokens(tmp_path / "data") == here
     assert (summary["server_requests"], summary["unanswered"], summary["retokenized_answers"]) == (len(ROWS), 0, 0)
     meta = load_meta(tmp_path / "data")
-    assert meta.server == f"the only model through {api}"
+    assert meta.server == f"tiny through {api}"
     assert sum(meta.finish_reasons.values()) == len(ROWS)
     assert meta.finish_reasons.get("length", 0) == meta.truncated_answers
 
@@ -286,6 +286,15 @@ def test_reasoning_that_was_taken_out_of_the_text_is_not_made_up(there: Any, mod
         pytest.raises(PrepareFailed, match="took reasoning_content out of the text"),
     ):
         prepare.prepare(there(server, ROWS[:1], server_api="chat"))
+
+
+def test_answers_of_one_model_are_not_gone_on_with_by_another(there: Any, model: Any) -> None:
+    with serving(model, fault=lambda prompt, _: "500" if prompt == key(ROWS[0]) else None) as server:
+        with pytest.raises(PrepareFailed, match="1 of 16 questions were not answered"):
+            prepare.prepare(there(server, server_retries=0))
+        server.models = ["another"]
+        with pytest.raises(DataError, match="answers that were made with another server: use the same settings"):
+            prepare.prepare(there(server))
 
 
 @pytest.mark.parametrize(

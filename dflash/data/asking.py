@@ -35,7 +35,20 @@ class Tally:
     requests: int = 0
     retries: Counter[str] = field(default_factory=Counter)  # by reason
     unanswered: list[Unanswered] = field(default_factory=list)
-    model: str = ""
+
+
+def model_name(config: PrepareConfig, served: Served) -> str:
+    """The name of the target at the server: as configured, else that of its only model.
+
+    Raises PrepareFailed when nothing answers there, ConfigError when it has no such model.
+    """
+
+    async def chosen() -> str:
+        async with Server(config, served) as server:
+            await server.choose_model()
+            return server.model
+
+    return asyncio.run(chosen())
 
 
 def ask_all(
@@ -54,7 +67,6 @@ async def _ask_all(
 ) -> None:
     async with Server(config, served) as server:
         await server.choose_model()
-        tally.model = server.model
         asker = _Asker(config, server, prompts, keep, tally)
         pending = iter(questions)
         try:

@@ -15,35 +15,33 @@ Known limit: prompts and answers stand in memory, about 4 GB for a million promp
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dflash import events
 from dflash.batch import Example
-from dflash.config import ConfigError, PrepareConfig, TargetConfig, to_dict
+from dflash.config import ConfigError, PrepareConfig, TargetConfig
 from dflash.data import chat
 from dflash.data.answers import Answer, Unanswered, to_example
-from dflash.data.asking import Keep, Tally, ask_all
+from dflash.data.asking import Keep, Tally, ask_all, model_name
 from dflash.data.audit import audit
 from dflash.data.examples import require_unpublished, write_examples
 from dflash.data.generate import Question, Sampling, answer, in_batches
 from dflash.data.journal import AnswerJournal
-from dflash.data.meta import MARKER_FILE, SPLITS, DataError, Meta, PrepareFailed
+from dflash.data.meta import MARKER_FILE, SPLITS, DataError, PrepareFailed
 from dflash.data.progress import GenerationProgress
 from dflash.data.prompts import Prompt, load_prompts
+from dflash.data.provenance import fingerprint, meta_of
 from dflash.data.questions import TargetTokens, to_questions
 from dflash.data.server import Served
 from dflash.device import parse_device
 from dflash.modeling.target import describe_target, load_target, resolve_mask_token_id, text_config
-
-_TOOLS = ("torch", "transformers", "tokenizers", "pyarrow", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,9 @@ def _prepare(config: PrepareConfig) -> dict[str, Any]:
     skipped += refused
     if not questions:
         raise DataError(f"{config.prompts}: every prompt was skipped ({_reasons(skipped)}); nothing was written")
-    with AnswerJournal(config.output, _fingerprint(config, target)) as journal:
+    if config.server is not None:  # answers of one model are not gone on with by another
+        config = dataclasses.replace(config, server_model=model_name(config, _served(target)))
+    with AnswerJournal(config.output, fingerprint(config, target.tokens)) as journal:
         with _cpu_threads(config):
             answers, generation, unanswered = _answer_all(config, target, questions, prompts, journal)
         skipped += [(one.sample_id, f"not answered: {one.reason}") for one in unanswered]
@@ -93,7 +93,7 @@ def _prepare(config: PrepareConfig) -> dict[str, Any]:
         for prompt in prompts:
             if prompt.sample_id in answers:
                 splits[prompt.split].append(to_example(questions[prompt.sample_id], answers[prompt.sample_id]))
-        meta = _meta(config, target.tokens, loaded.field, answers)
+        meta = meta_of(config, target.tokens, loaded.field, answers)
         meta = write_examples(config.output, splits, meta, skipped=skipped, unanswered=unanswered)
         journal.remove()
     return {
@@ -208,7 +208,6 @@ def _answer_there(
     journal: AnswerJournal,
 ) -> tuple[list[Unanswered], dict[str, Any]]:
     """Ask the server; raises PrepareFailed when it is gone or leaves too much unanswered."""
-    tokens = target.tokens
     tally = Tally()
 
     def kept(arrived: Sequence[tuple[Question, Answer]]) -> None:
@@ -216,9 +215,8 @@ def _answer_there(
         keep(arrived)
 
     if missing:
-        served = Served(tokenizer=tokens.tokenizer, vocab_size=tokens.vocab_size, end_token_ids=tokens.end_token_ids)
         try:
-            ask_all(config, served, missing, {prompt.sample_id: prompt for prompt in prompts}, kept, tally)
+            ask_all(config, _served(target), missing, {prompt.sample_id: prompt for prompt in prompts}, kept, tally)
         finally:
             listing = journal.list_unanswered(tally.unanswered)
         allowed = config.server_max_unanswered * len(missing)
@@ -230,6 +228,11 @@ def _answer_there(
             )
     served_by = {"server": config.server, "server_requests": tally.requests, "server_retries": dict(tally.retries)}
     return tally.unanswered, {**served_by, "unanswered": len(tally.unanswered)}
+
+
+def _served(target: _Target) -> Served:
+    tokens = target.tokens
+    return Served(tokenizer=tokens.tokenizer, vocab_size=tokens.vocab_size, end_token_ids=tokens.end_token_ids)
 
 
 @contextlib.contextmanager
@@ -253,52 +256,3 @@ def _answer_batch(
             f"out of memory on {config.device} with {len(batch)} prompts of up to {longest} tokens and {config.max_new_tokens} "
             f"new ones: use a --batch-size below {config.batch_size}; the same command goes on where it stopped"
         ) from error
-
-
-def _meta(config: PrepareConfig, target: TargetTokens, field: str, answers: dict[str, Answer]) -> Meta:
-    return Meta(
-        target=config.target.path,
-        gguf_file=config.target.gguf_file,
-        vocab_size=target.vocab_size,
-        mask_token_id=target.mask_token_id,
-        pad_token_id=target.pad_token_id,
-        eos_token_ids=target.end_token_ids,
-        chat_template_sha256=chat.template_sha256(target.tokenizer),
-        enable_thinking=config.enable_thinking,
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        seed=config.seed,
-        prompts=config.prompts,
-        prompt_field=field,
-        split=config.split,
-        turns=config.turns,
-        server=_answered_by(config),
-        finish_reasons=dict(Counter(answer.finish for answer in answers.values()).most_common()),
-        truncated_answers=sum(answer.finish == "length" for answer in answers.values()),
-        retokenized_answers=sum(not answer.exact for answer in answers.values()),
-        versions={tool: importlib.metadata.version(tool) for tool in _TOOLS},
-    )
-
-
-def _answered_by(config: PrepareConfig) -> str | None:
-    if config.server is None:
-        return None
-    words = "" if config.server_extras else ", OpenAI's words only"
-    return f"{config.server_model or 'the only model'} through {config.server_api}{words}"
-
-
-def _fingerprint(config: PrepareConfig, target: _Target) -> dict[str, Any]:
-    """Everything that decides an answer, beside the prompt. Files of a local target are told apart by size and time."""
-    directory = Path(config.target.path)
-    files = sorted(directory.iterdir()) if directory.is_dir() else []
-    return {
-        "target": {key: value for key, value in to_dict(config.target).items() if key != "mask_token_id"},
-        "target files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
-        "chat template": chat.template_sha256(target.tokens.tokenizer),
-        "end tokens": list(target.tokens.end_token_ids),
-        "server": _answered_by(config),
-        "enable-thinking": config.enable_thinking,
-        "temperature": config.temperature,
-        "max-new-tokens": config.max_new_tokens,
-        "seed": config.seed,
-    }
