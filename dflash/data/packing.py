@@ -55,10 +55,8 @@ class PackedStream:
         if len(admitted.numbers) == 0:
             raise DataError(_nothing_left(len(examples), self.skipped))
         self._source = examples
-        by_length = np.argsort(-admitted.lengths, kind="stable").astype(np.int32)
-        self._numbers = admitted.numbers[by_length]
-        self._hashes = admitted.hashes[by_length]
-        self._lengths = admitted.lengths[by_length]
+        self._numbers, self._lengths, self._hashes = _longest_first(admitted)
+        del admitted  # what planning needs as well should not add to it
         self._plan = plan_rows(self._lengths, config.sequence_length, config.packing)
         self._recent_orders: tuple[_EpochOrder, ...] = ()
 
@@ -160,8 +158,7 @@ class _Admitted:
 
     numbers: npt.NDArray[np.int32]  # [examples], in the source
     lengths: npt.NDArray[np.int32]  # [examples], tokens, at most S
-    hashes: npt.NDArray[np.uint64]  # [examples], of the sample ids
-    all_hashes: npt.NDArray[np.uint64]  # [examples of the source]
+    all_hashes: npt.NDArray[np.uint64]  # [examples of the source], of the sample ids
     skipped: list[tuple[str, str]]
     truncated: list[str]
 
@@ -202,15 +199,22 @@ def _admit(examples: Sequence[Example], config: DataConfig) -> _Admitted:
             truncated.append(example.sample_id)
         numbers.append(number)
         lengths.append(min(len(example.ids), config.sequence_length))
-    kept, all_hashes = np.array(numbers, dtype=np.int32), np.array(hashes, dtype=np.uint64)
     return _Admitted(
-        numbers=kept,
-        lengths=np.array(lengths, dtype=np.int32),
-        hashes=all_hashes[kept],
-        all_hashes=all_hashes,
+        numbers=np.frombuffer(numbers, dtype=np.int32),
+        lengths=np.frombuffer(lengths, dtype=np.int32),
+        all_hashes=np.frombuffer(hashes, dtype=np.uint64),
         skipped=skipped,
         truncated=truncated,
     )
+
+
+def _longest_first(
+    admitted: _Admitted,
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
+    """Numbers, lengths and hashes of the examples; those of equal length in the order of the source."""
+    order = np.argsort(-admitted.lengths, kind="stable")
+    numbers = admitted.numbers[order]
+    return numbers, admitted.lengths[order], admitted.all_hashes[numbers]
 
 
 def _reason_to_skip(loss_mask: npt.NDArray[np.bool_], minimum: int, *, cut: bool) -> str | None:

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-_AT_A_TIME = 1 << 20  # lengths that are Python numbers at one time
+_AT_A_TIME = 1 << 16  # lengths that are Python numbers at one time
 
 
 @dataclass(frozen=True, kw_only=True)
