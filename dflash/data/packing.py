@@ -8,8 +8,8 @@ the number. Both orders come from hashes of (seed, epoch, sample id), so they do
 Documents are never split over rows, and every example that is not listed in `skipped` comes exactly once per epoch.
 The last batch of an epoch may hold rows of nothing but padding.
 
-Examples are read when they are needed, and about 30 bytes of each are kept (37 while they are opened): with a spool (`dflash.data.spool`) the data may
-be larger than memory.
+Examples are read when they are needed, and about 30 bytes of each are kept (37 while they are opened): with a spool
+(`dflash.data.spool`) the data may be larger than memory.
 
 Known limits: examples of a length that no other example has keep their neighbours in every epoch; all examples are read once
 before the first batch, to see which of them can be trained on.
