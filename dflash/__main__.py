@@ -12,6 +12,7 @@ import dataclasses
 import io
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from dflash.checking.settings import CheckConfig
 from dflash.checkpoint import CheckpointError
 from dflash.config import ConfigError, EvaluateConfig, PrepareConfig, RunConfig, TargetConfig
 from dflash.data.examples import DataError
+from dflash.data.meta import PrepareFailed
 from dflash.engine.queue import WorkerFailed
 from dflash.modeling.contract import ContractError, write_export
 
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; checkpoints that were saved are whole", file=sys.stderr)
         return 130
-    except (ContractError, WorkerFailed) as failure:
+    except (ContractError, PrepareFailed, WorkerFailed) as failure:
         if isinstance(failure, WorkerFailed):
             traceback.print_exception(failure.__cause__ or failure, file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
@@ -124,7 +126,12 @@ def prepare_command(arguments: list[str]) -> dict[str, Any]:
     """`prepare`."""
     from dflash.data.prepare import prepare  # noqa: PLC0415 - see train_command
 
-    return prepare(tyro.cli(PrepareConfig, prog="python -m dflash prepare", args=arguments))
+    config = tyro.cli(PrepareConfig, prog="python -m dflash prepare", args=arguments)
+    try:
+        return prepare(config)
+    except PrepareFailed as failure:
+        again = shlex.join(("python", "-m", "dflash", "prepare", *arguments))
+        raise PrepareFailed(f"{failure}\nWhat was answered is kept; go on with: {again}") from failure
 
 
 def evaluate_command(arguments: list[str]) -> dict[str, Any]:

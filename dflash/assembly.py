@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,11 +12,13 @@ from typing import Any, Protocol
 import torch
 
 from dflash import events
-from dflash.batch import PackedBatch, TargetStates
+from dflash.batch import Example, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
 from dflash.config import RunConfig
 from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta
+from dflash.data.meta import Split
 from dflash.data.packing import PackedStream
+from dflash.data.spool import open_spool
 from dflash.data.synthetic import is_synthetic, synthetic_examples
 from dflash.engine.devices import Placement
 from dflash.engine.loops import TargetWorker
@@ -126,8 +129,8 @@ def streams_of(config: RunConfig, settings: Any, mask_token_id: int) -> tuple[Pa
     path = Path(config.data.path)
     meta = load_meta(path)
     check_matches(meta, vocab_size=settings.vocab_size, mask_token_id=mask_token_id)
-    stream = PackedStream(load_examples(path, "train"), config.data, seed=config.seed, pad_token_id=meta.pad_token_id)
-    held = load_examples(path, "heldout") if config.data.validation_batches else []
+    stream = PackedStream(_examples(config, "train"), config.data, seed=config.seed, pad_token_id=meta.pad_token_id)
+    held = _examples(config, "heldout") if config.data.validation_batches else []
     if not held:
         if config.data.validation_batches:
             events.record("notice", text=f"{path} has no held-out examples: checkpoints are ordered by training loss")
@@ -139,6 +142,12 @@ def streams_of(config: RunConfig, settings: Any, mask_token_id: int) -> tuple[Pa
             "notice", text=f"no validation, checkpoints are ordered by training loss: of the held-out examples, {error}"
         )
         return stream, None, meta
+
+
+def _examples(config: RunConfig, split: Split) -> Sequence[Example]:
+    if config.data.spool is None:
+        return load_examples(Path(config.data.path), split)
+    return open_spool(Path(config.data.path), split, config.data.spool)
 
 
 def _report_skipped(config: RunConfig, streams: dict[str, PackedStream | None]) -> None:
