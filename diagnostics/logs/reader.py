@@ -13,9 +13,11 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple, TypeVar
 
+from diagnostics.logs.shapes import Shape, shape_of, shape_of_numbered_frame
+
+_Kept = TypeVar("_Kept")
 BLOCK_BYTES = 1 << 20  # also the longest line: a longer one is cut, at a carriage return where it has one
 _HEAD_BYTES = 1 << 16
 _BOMS = (
@@ -46,6 +48,9 @@ _PREFIX = re.compile(
     re.VERBOSE,
 )
 _MAX_PREFIXES = 4
+_MAX_KNOWN_LINES = 4096
+_MAX_DIGITS = 9  # of a line number
+_MAX_KNOWN_BYTES = 500  # of one line
 _PREFIX_BEGINS = frozenset("[(0123456789IWEF")
 _DATES = {"date", "glog", "clock"}
 _STREAM_NAMES = {"rank": "rank", "mpi": "rank", "srun": "rank", "actor": "actor"}
@@ -55,13 +60,12 @@ class Unreadable(Exception):
     """The file cannot be read as text; the message says what it is and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One line. `stream` names whose it is ("" where the log does not say); `text` keeps its indentation."""
 
-    number: int
     stream: str
     text: str
+    shape: Shape
     dated: bool = False  # a logger put a date before it
 
 
@@ -83,15 +87,22 @@ def blocks(file: BinaryIO) -> Iterator[bytes]:
         yield kept
 
 
-def lines(raw: bytes, number: int) -> list[Line]:
+def lines(raw: bytes) -> tuple[Line, ...]:
     """The parts of one raw line, without its line feed: more than one where carriage returns split it."""
+    known = _known.get(raw)
+    if known is not None:
+        return known
+    if len(raw) > _MAX_KNOWN_BYTES:
+        return _lines(raw)
+    return _keep(_known, raw, (_frame_line(raw) if b'", line ' in raw else None) or _lines(raw))
+
+
+def _lines(raw: bytes) -> tuple[Line, ...]:
     text = decode(raw)
-    if not text.isprintable():  # a quick look: most lines have neither colours nor carriage returns
-        parts = [part for part in _ESCAPES.sub("", text).split("\r") if part]
-        if len(parts) != 1:
-            return [_line(part, number) for part in parts] or [Line(number, "", "")]
-        text = parts[0]
-    return [_line(text, number)]
+    if text.isprintable():  # a quick look: most lines have neither colours nor carriage returns
+        return (_line(text),)
+    parts = [part for part in _ESCAPES.sub("", text).split("\r") if part]
+    return tuple(_line(part) for part in parts) or (_line(""),)
 
 
 def decode(raw: bytes) -> str:
@@ -102,7 +113,14 @@ def decode(raw: bytes) -> str:
         return raw.decode("latin-1")
 
 
-def _line(text: str, number: int) -> Line:
+def _line(text: str) -> Line:
+    stream, dated, at = _prefix(text)
+    words = text[at:].rstrip()
+    return Line(stream, words, shape_of(words), dated)
+
+
+def _prefix(text: str) -> tuple[str, bool, int]:
+    """Whose line it is, whether it has a date, and where its own text begins."""
     stream, dated, at = "", False, 0
     for _ in range(_MAX_PREFIXES):
         found = _PREFIX.match(text, at) if text[at : at + 1] in _PREFIX_BEGINS else None
@@ -113,7 +131,60 @@ def _line(text: str, number: int) -> Line:
             dated = True
         else:
             stream = f"{_STREAM_NAMES[name]} {found[name]}"
-    return Line(number, stream, text[at:].rstrip(), dated)
+    return stream, dated, at
+
+
+class _FrameHead(NamedTuple):
+    """What stands before a frame's line number."""
+
+    stream: str
+    dated: bool
+    at: int  # where the text begins
+    indent: str
+    file: str
+
+
+def _frame_line(raw: bytes) -> tuple[Line] | None:
+    """A frame by its parts, which come again when its line number does not; None where they are not plain."""
+    begin, _, rest = raw.partition(b'", line ')
+    number, _, name = rest.partition(b" in ")
+    digits = number.removesuffix(b",")
+    head = _heads[begin] if begin in _heads else _keep(_heads, begin, _frame_head(begin))
+    function = _functions[name] if name in _functions else _keep(_functions, name, _plain(name))
+    if head is None or not function or '"' in function or function[0] == " " or not digits.isdigit() or len(digits) > _MAX_DIGITS:
+        return None
+    shape = shape_of_numbered_frame(head.file, int(digits), function, dumped=digits is number, indent=head.indent)
+    return (Line(head.stream, raw.decode()[head.at :], shape, head.dated),)
+
+
+def _frame_head(raw: bytes) -> _FrameHead | None:
+    text = _plain(raw)
+    if text is None:
+        return None
+    stream, dated, at = _prefix(text)
+    indent, mark, file = text[at:].partition('File "')
+    if not mark or not file or '"' in file or not indent or indent.strip(" "):
+        return None
+    return _FrameHead(stream, dated, at, indent, file)
+
+
+def _plain(raw: bytes) -> str | None:
+    """The text, where nothing in it has to be taken out."""
+    text = decode(raw)
+    return text if text.isascii() and text.isprintable() and not text.endswith((" ", ")")) else None
+
+
+def _keep(known: dict[bytes, _Kept], raw: bytes, value: _Kept) -> _Kept:
+    """Remember it, and nothing else once there is too much: what is needed comes again."""
+    if len(known) >= _MAX_KNOWN_LINES:
+        known.clear()
+    known[raw] = value
+    return value
+
+
+_known: dict[bytes, tuple[Line, ...]] = {}  # the lines of tracebacks come again and again
+_heads: dict[bytes, _FrameHead | None] = {}
+_functions: dict[bytes, str | None] = {}
 
 
 def _encoding(head: bytes) -> str:

@@ -17,6 +17,7 @@ from diagnostics.logs.traceback import Traceback
 from diagnostics.logs.tracebacks import TracebackReader
 
 _SWEEP_LINES = 5000
+_PIECE_BYTES = 2048
 _WRAPPED = 25  # characters, without what loggers put before: a terminal is not narrower
 
 
@@ -26,7 +27,7 @@ class LogSearch:
     def __init__(self, log: str, groups: Groups) -> None:
         self._log, self._groups = log, groups
         self._tracebacks, self._dumps = TracebackReader(), DumpReader()
-        self._begun: Line | None = None  # a line that may go on in the next one
+        self._begun: tuple[Line, int] | None = None  # a line that may go on in the next one, and its number
         self.lines = 0
         self.bytes = 0
 
@@ -55,39 +56,50 @@ class LogSearch:
                 at = start
                 if min(hits) > end:
                     return
-            stop = block.find(b"\n", at)
-            stop = end if stop < 0 else stop
-            self._read_line(block[at:stop])
-            at = stop + 1
+            at = self._read_lines(block, at)
 
-    def _read_line(self, raw: bytes) -> None:
-        self.lines += 1
-        for line in lines(raw, self.lines):
-            self.feed(line)
-        if self.lines % _SWEEP_LINES == 0:
-            self._take(self._tracebacks.sweep(self.lines), self._dumps.sweep(self.lines))
+    def _read_lines(self, block: bytes, at: int) -> int:
+        """Read lines until nothing is open, or a few; where the next one begins."""
+        stop = block.find(b"\n", at + _PIECE_BYTES)
+        for raw in block[at : stop if stop >= 0 else len(block) - block.endswith(b"\n")].split(b"\n"):
+            self.lines += 1
+            for line in lines(raw):
+                self.feed(line, self.lines)
+            if self.lines % _SWEEP_LINES == 0:
+                self._take(self._tracebacks.sweep(self.lines), self._dumps.sweep(self.lines))
+            at += len(raw) + 1
+            if self._quiet:
+                break
+        return at
 
-    def feed(self, line: Line) -> None:
-        """Read one line."""
-        dumped, dumps = self._dumps.feed(line)
-        used, tracebacks = (False, []) if dumped else self._tracebacks.feed(line)
-        self._take(tracebacks, dumps)
+    def feed(self, line: Line, number: int) -> None:
+        """Read line `number`."""
+        tracebacks: list[Traceback] = []
+        dumps: list[Dump] = []
+        used = False
+        if line.shape.dump is not None or not self._dumps.idle:
+            used = self._dumps.feed(line, number, dumps)
+        used = used or self._tracebacks.feed(line, number, tracebacks)
+        if tracebacks or dumps:
+            self._take(tracebacks, dumps)
         begun, self._begun = self._begun, None
-        if not (dumped or used) and line.text and (begun is not None or gated(line.text)):
-            self._match_line(line, begun)
+        if not used and line.text and (begun is not None or gated(line.text)):
+            self._match_line(line, number, begun)
 
-    def _match_line(self, line: Line, begun: Line | None) -> None:
+    def _match_line(self, line: Line, number: int, begun: tuple[Line, int] | None) -> None:
         match = of_line(line.text)
-        if match is None and begun is not None and begun.stream == line.stream:
-            match = of_line(begun.text + line.text)
-            line = begun if match is not None else line
+        if match is None and begun is not None and begun[0].stream == line.stream:
+            match = of_line(begun[0].text + line.text)
+            line, number = begun if match is not None else (line, number)
         if match is not None:
-            self._groups.add_line(self._log, match, line.number, line.stream, line.text)
+            self._groups.add_line(self._log, match, number, line.stream, line.text)
         elif begun is None and len(line.text) >= _WRAPPED:
-            self._begun = line
+            self._begun = line, number
 
     def _take(self, tracebacks: list[Traceback], dumps: list[Dump]) -> None:
-        for traceback in [one for one in tracebacks if not one.is_stack]:
+        for traceback in tracebacks:
+            if traceback.is_stack:
+                continue
             match, needed_tail = of_traceback(traceback)
             self._groups.add_traceback(self._log, match, traceback)
             if not needed_tail:
@@ -100,10 +112,10 @@ class LogSearch:
     def _take_tail(self, traceback: Traceback) -> None:
         """What followed the message was not a part of it, as far as is known."""
         for one in traceback.chain:
-            for line in one.tail:
-                match = of_line(line.text)
+            for number, text in one.tail:
+                match = of_line(text)
                 if match is not None:
-                    self._groups.add_line(self._log, match, line.number, line.stream, line.text)
+                    self._groups.add_line(self._log, match, number, one.stream, text)
 
 
 def read_log(path: Path, groups: Groups) -> LogSearch:
