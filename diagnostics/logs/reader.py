@@ -149,11 +149,11 @@ def _frame_line(raw: bytes) -> tuple[Line] | None:
     begin, _, rest = raw.partition(b'", line ')
     number, _, name = rest.partition(b" in ")
     digits = number.removesuffix(b",")
-    head = _heads[begin] if begin in _heads else _keep(_heads, begin, _frame_head(begin))
-    function = _functions[name] if name in _functions else _keep(_functions, name, _plain(name))
+    head = _heads.get(begin) or _keep(_heads, begin, _frame_head(begin))
+    function = _functions.get(name) or _keep(_functions, name, _plain(name))
     if head is None or not function or '"' in function or function[0] == " " or not digits.isdigit() or len(digits) > _MAX_DIGITS:
         return None
-    shape = shape_of_numbered_frame(head.file, int(digits), function, dumped=digits is number, indent=head.indent)
+    shape = shape_of_numbered_frame(head.file, int(digits), function, digits is number, head.indent)
     return (Line(head.stream, raw.decode()[head.at :], shape, head.dated),)
 
 

@@ -62,9 +62,11 @@ GATES = (
     re.compile(f"{_BEFORE_SMALL}(?=[{_FIRST}])(?:{any_of(_SMALL)})".encode()),
 )
 _TABLE = [(mark.squeezed, kind, mark) for kind in KINDS for mark in kind.marks]
-# Names of classes stand in every traceback: they are looked for one by one, and only the other marks by one expression.
+# Names of classes stand in every traceback: they are looked for one by one, and only the other marks by two expressions.
 _CLASSES = [entry for entry in _TABLE if re.fullmatch(r"\w+(?:Error|Exception)", entry[0])]
-_SPECIAL = re.compile(any_of(words for words, _, _ in _TABLE if words not in {name for name, _, _ in _CLASSES}))
+_OTHERS = {words for words, _, _ in _TABLE} - {name for name, _, _ in _CLASSES}
+_OTHERS_SMALL = {words for words in _OTHERS if words[0].islower()}
+_SPECIAL = tuple(re.compile(any_of(words)) for words in (_OTHERS - _OTHERS_SMALL, _OTHERS_SMALL))
 
 
 def gated(text: str) -> bool:
@@ -132,7 +134,7 @@ def _candidates(text: str) -> tuple[tuple[Kind, Mark], ...]:
 
 def _look_for_marks(text: str) -> tuple[tuple[Kind, Mark], ...]:
     squeezed = "".join(text.split())
-    table = _TABLE if _SPECIAL.search(squeezed) is not None else _CLASSES
+    table = _TABLE if any(special.search(squeezed) for special in _SPECIAL) else _CLASSES
     return tuple((kind, mark) for words, kind, mark in table if words in squeezed and _fits(mark, text))
 
 

@@ -74,11 +74,13 @@ class LogSearch:
 
     def feed(self, line: Line, number: int) -> None:
         """Read line `number`."""
+        undumped = line.shape.dump is None and self._dumps.idle
+        if undumped and self._tracebacks.goes_on(line, number):
+            self._begun = None
+            return
         tracebacks: list[Traceback] = []
         dumps: list[Dump] = []
-        used = False
-        if line.shape.dump is not None or not self._dumps.idle:
-            used = self._dumps.feed(line, number, dumps)
+        used = False if undumped else self._dumps.feed(line, number, dumps)
         used = used or self._tracebacks.feed(line, number, tracebacks)
         if tracebacks or dumps:
             self._take(tracebacks, dumps)

@@ -132,11 +132,11 @@ def _shape_of_words(text: str, words: str) -> Shape:
     return _SOURCE if source else _OTHER
 
 
-def shape_of_numbered_frame(file: str, line: int, function: str, *, dumped: bool, indent: str) -> Shape:
+def shape_of_numbered_frame(file: str, line: int, function: str, dumped: bool, indent: str) -> Shape:
     """The shape of a frame's line whose parts are known: blanks, `File "FILE", line LINE` and `, in` or, in a dump, ` in`."""
     frame = Frame(file, line, function)
     if not dumped:
-        return Shape(FRAME, frame=frame)
+        return Shape(FRAME, None, "", frame)
     return Shape(SOURCE if indent[0] == " " else OTHER, DumpPart(indent == "  ", frame=frame))
 
 

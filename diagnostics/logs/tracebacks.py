@@ -49,16 +49,22 @@ _GROUP_BAR = re.compile(r"^\s*[|+](?:[-+ ]*\d[-+ ]*$)?\s?")
 class _Open:
     traceback: Traceback
     indent: int
-    hashes: list[int] = field(default_factory=lambda: [0])  # of the first 0, 1, 2, ... frames
     piece: str = ""  # of a frame that a terminal wrapped
+    _hashes: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def hashes(self) -> list[int]:
+        """Of the first 0, 1, 2, ... frames. Computed only where several are open."""
+        for frame in self.traceback.frames[len(self._hashes) - 1 :]:
+            self._hashes.append(hash((self._hashes[-1], frame)))
+        return self._hashes
 
     def add(self, frame: Frame, number: int) -> None:
-        frames = self.traceback.frames
-        self.hashes.append(hash((self.hashes[-1], frame)))
-        frames.append(frame)
-        if len(frames) > _MAX_FRAMES:
-            del frames[_MAX_FRAMES // 2], self.hashes[_MAX_FRAMES // 2]
-        self.traceback.last_line = number
+        traceback = self.traceback
+        traceback.frames.append(frame)
+        traceback.last_line = number
+        if len(traceback.frames) > _MAX_FRAMES:
+            del self.hashes[_MAX_FRAMES // 2], traceback.frames[_MAX_FRAMES // 2]
 
 
 @dataclass(slots=True)
@@ -88,6 +94,31 @@ class TracebackReader:
     def idle(self) -> bool:
         """Nothing is open: lines without a trigger need not be fed."""
         return not self._streams
+
+    def goes_on(self, line: Line, number: int) -> bool:
+        """Whether line `number` is a frame or source of the only traceback open in its stream; then it was taken, as by `feed`.
+
+        Most lines of a log full of tracebacks are that.
+        """
+        stream = self._streams.get(line.stream)
+        if (
+            stream is None
+            or len(stream.open) != 1
+            or stream.grouped
+            or stream.wrapped
+            or stream.ended is not None
+            or stream.before is not None
+        ):
+            return False
+        if line.shape.is_ == SOURCE:
+            traceback = stream.open[0].traceback
+            if number - traceback.last_line <= MAX_SOURCE_LINES:
+                traceback.last_line = number
+                return True
+        elif line.shape.is_ == FRAME and line.shape.frame is not None:
+            stream.open[0].add(line.shape.frame, number)
+            return True
+        return False
 
     def feed(self, line: Line, number: int, done: list[Traceback]) -> bool:
         """Whether line `number` belongs to a traceback; tracebacks that it ends are added to `done`."""
