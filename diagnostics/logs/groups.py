@@ -15,6 +15,7 @@ from diagnostics.logs.facts import Collectives, facts
 from diagnostics.logs.kinds import UNKNOWN, Kind, Sure
 from diagnostics.logs.recognise import Match
 from diagnostics.logs.shapes import Frame
+from diagnostics.logs.templates import once_for_all_digits
 from diagnostics.logs.traceback import Traceback
 
 _MAX_GROUPS = 500
@@ -190,10 +191,14 @@ def _signature(kind: Kind, traceback: Traceback) -> str:
     root = ""
     if traceback.cause is not None:
         root = next((f"; after {one.exception}" for one in traceback.cause.chain if one.exception), "")
-    message = _NUMBERS.sub("#", traceback.message)[:160] if kind is UNKNOWN else ""
+    message = _numberless(traceback.message)[:160] if kind is UNKNOWN else ""
     name = traceback.exception or "(the exception is cut off)"
     names = " < ".join([f"{_file_name(file)}:{function}" for file, _, function in reversed(traceback.frames[-3:])])
     return f"{name}{': ' if message else ''}{message}{' in ' if names else ''}{names}{root}"
+
+
+# A 0 before an x may stand for another digit.
+_numberless = once_for_all_digits(lambda message: _NUMBERS.sub("#", message), re.compile(rb"0x"))
 
 
 def _evidence(log: str, traceback: Traceback) -> Evidence:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple
 
-from diagnostics.logs.shapes import Shape, shape_of, shape_of_numbered_frame
+from diagnostics.logs.shapes import Shape, shape_of
+from diagnostics.logs.templates import MAX_TEXT, Prefix, Template, keep, template_of, zeroed
 
-_Kept = TypeVar("_Kept")
 BLOCK_BYTES = 1 << 20  # also the longest line: a longer one is cut, at a carriage return where it has one
 _HEAD_BYTES = 1 << 16
 _BOMS = (
@@ -48,9 +48,6 @@ _PREFIX = re.compile(
     re.VERBOSE,
 )
 _MAX_PREFIXES = 4
-_MAX_KNOWN_LINES = 4096
-_MAX_DIGITS = 9  # of a line number
-_MAX_KNOWN_BYTES = 500  # of one line
 _PREFIX_BEGINS = frozenset("[(0123456789IWEF")
 _DATES = {"date", "glog", "clock"}
 _STREAM_NAMES = {"rank": "rank", "mpi": "rank", "srun": "rank", "actor": "actor"}
@@ -92,17 +89,34 @@ def lines(raw: bytes) -> tuple[Line, ...]:
     known = _known.get(raw)
     if known is not None:
         return known
-    if len(raw) > _MAX_KNOWN_BYTES:
+    if len(raw) > MAX_TEXT:
         return _lines(raw)
-    return _keep(_known, raw, (_frame_line(raw) if b'", line ' in raw else None) or _lines(raw))
+    key = zeroed(raw)
+    template = _templates[key] if key in _templates else keep(_templates, key, _template(raw))
+    if template is None:
+        return keep(_known, raw, _lines(raw))
+    text = raw.decode()
+    words = text[template.prefix.at : template.end]
+    line = Line(template.prefix.stream(text), words, template.shape_in(words), template.prefix.dated)
+    return keep(_known, raw, (line,))
 
 
 def _lines(raw: bytes) -> tuple[Line, ...]:
+    """The same, looked at anew."""
     text = decode(raw)
     if text.isprintable():  # a quick look: most lines have neither colours nor carriage returns
         return (_line(text),)
     parts = [part for part in _ESCAPES.sub("", text).split("\r") if part]
     return tuple(_line(part) for part in parts) or (_line(""),)
+
+
+def _template(raw: bytes) -> Template | None:
+    text = decode(raw)
+    return template_of(text, _prefix(text)) if raw.isascii() and text.isprintable() else None
+
+
+_known: dict[bytes, tuple[Line, ...]] = {}  # the lines of tracebacks come again and again
+_templates: dict[bytes, Template | None] = {}
 
 
 def decode(raw: bytes) -> str:
@@ -114,14 +128,13 @@ def decode(raw: bytes) -> str:
 
 
 def _line(text: str) -> Line:
-    stream, dated, at = _prefix(text)
-    words = text[at:].rstrip()
-    return Line(stream, words, shape_of(words), dated)
+    prefix = _prefix(text)
+    words = text[prefix.at :].rstrip()
+    return Line(prefix.stream(text), words, shape_of(words), prefix.dated)
 
 
-def _prefix(text: str) -> tuple[str, bool, int]:
-    """Whose line it is, whether it has a date, and where its own text begins."""
-    stream, dated, at = "", False, 0
+def _prefix(text: str) -> Prefix:
+    whose, begin, end, dated, at = "", 0, 0, False, 0
     for _ in range(_MAX_PREFIXES):
         found = _PREFIX.match(text, at) if text[at : at + 1] in _PREFIX_BEGINS else None
         if found is None:
@@ -130,61 +143,8 @@ def _prefix(text: str) -> tuple[str, bool, int]:
         if name in _DATES:
             dated = True
         else:
-            stream = f"{_STREAM_NAMES[name]} {found[name]}"
-    return stream, dated, at
-
-
-class _FrameHead(NamedTuple):
-    """What stands before a frame's line number."""
-
-    stream: str
-    dated: bool
-    at: int  # where the text begins
-    indent: str
-    file: str
-
-
-def _frame_line(raw: bytes) -> tuple[Line] | None:
-    """A frame by its parts, which come again when its line number does not; None where they are not plain."""
-    begin, _, rest = raw.partition(b'", line ')
-    number, _, name = rest.partition(b" in ")
-    digits = number.removesuffix(b",")
-    head = _heads.get(begin) or _keep(_heads, begin, _frame_head(begin))
-    function = _functions.get(name) or _keep(_functions, name, _plain(name))
-    if head is None or not function or '"' in function or function[0] == " " or not digits.isdigit() or len(digits) > _MAX_DIGITS:
-        return None
-    shape = shape_of_numbered_frame(head.file, int(digits), function, digits is number, head.indent)
-    return (Line(head.stream, raw.decode()[head.at :], shape, head.dated),)
-
-
-def _frame_head(raw: bytes) -> _FrameHead | None:
-    text = _plain(raw)
-    if text is None:
-        return None
-    stream, dated, at = _prefix(text)
-    indent, mark, file = text[at:].partition('File "')
-    if not mark or not file or '"' in file or not indent or indent.strip(" "):
-        return None
-    return _FrameHead(stream, dated, at, indent, file)
-
-
-def _plain(raw: bytes) -> str | None:
-    """The text, where nothing in it has to be taken out."""
-    text = decode(raw)
-    return text if text.isascii() and text.isprintable() and not text.endswith((" ", ")")) else None
-
-
-def _keep(known: dict[bytes, _Kept], raw: bytes, value: _Kept) -> _Kept:
-    """Remember it, and nothing else once there is too much: what is needed comes again."""
-    if len(known) >= _MAX_KNOWN_LINES:
-        known.clear()
-    known[raw] = value
-    return value
-
-
-_known: dict[bytes, tuple[Line, ...]] = {}  # the lines of tracebacks come again and again
-_heads: dict[bytes, _FrameHead | None] = {}
-_functions: dict[bytes, str | None] = {}
+            whose, (begin, end) = _STREAM_NAMES[name], found.span(name)
+    return Prefix(whose, begin, end, dated, at)
 
 
 def _encoding(head: bytes) -> str:

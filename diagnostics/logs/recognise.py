@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import lru_cache
 
 from diagnostics.logs import kinds_gpu, kinds_machine, kinds_threads
 from diagnostics.logs.dumps import Dump
 from diagnostics.logs.kinds import UNKNOWN, Kind, Mark, Sure
+from diagnostics.logs.templates import once_for_all_digits
 from diagnostics.logs.traceback import Traceback
 
 KINDS = (*kinds_threads.KINDS, *kinds_gpu.KINDS, *kinds_machine.KINDS)
@@ -18,7 +18,6 @@ Match = tuple[Kind, Sure]
 _GATE_CHARACTERS = 14  # of a mark: enough to be rare, few enough to stand before a terminal's line break
 # What stands before a trigger that begins with a small letter: it begins a word, or follows a colour's `m`.
 _BEFORE_SMALL = r"""[ \t\n\r\[({:=.'"`,;/|>*\-m]"""
-_MAX_KNOWN, _MAX_KNOWN_TEXT = 1024, 1000  # texts, characters
 _GENERAL = ("compile-error", "unknown")  # say less than any other kind that fits
 _SURE: tuple[Sure, ...] = ("certain", "likely", "possible")
 _HIJACKED = re.compile(r"torch/fx/_symbolic_trace\.py:module_call_wrapper")
@@ -69,10 +68,21 @@ _OTHERS_SMALL = {words for words in _OTHERS if words[0].islower()}
 _SPECIAL = tuple(re.compile(any_of(words)) for words in (_OTHERS - _OTHERS_SMALL, _OTHERS_SMALL))
 
 
-def gated(text: str) -> bool:
+# Where the digits of a mark stand, which digits they are has to be looked at.
+_WITH_DIGITS = {
+    *("".join(words.split()) for words in (*_TRIGGERS, *(mark.text for mark in _ALL_MARKS)) if re.search(r"\d", words)),
+    *(word for mark in _ALL_MARKS for word in re.findall(r"\w*\d\w*", re.sub(r"\\d|\[[^]]*\]|\{[^}]*\}", " ", mark.pattern))),
+}
+_DIGITS_MATTER = re.compile(any_of(re.sub(r"\d", "0", words) for words in _WITH_DIGITS).encode())
+
+
+def _gated(text: str) -> bool:
     """Whether one line has a trigger."""
     line = f"\n{text}".encode()
     return any(gate.search(line) for gate in GATES)
+
+
+gated = once_for_all_digits(_gated, _DIGITS_MATTER)
 
 
 def of_line(text: str) -> Match | None:
@@ -127,18 +137,14 @@ def of_dump(dump: Dump) -> Match | None:
     return of_line(dump.cause)
 
 
-def _candidates(text: str) -> tuple[tuple[Kind, Mark], ...]:
-    """Kinds with a mark that is in `text`, whatever the stack."""
-    return _known_candidates(text) if len(text) <= _MAX_KNOWN_TEXT else _look_for_marks(text)
-
-
 def _look_for_marks(text: str) -> tuple[tuple[Kind, Mark], ...]:
+    """Kinds with a mark that is in `text`, whatever the stack."""
     squeezed = "".join(text.split())
     table = _TABLE if any(special.search(squeezed) for special in _SPECIAL) else _CLASSES
     return tuple((kind, mark) for words, kind, mark in table if words in squeezed and _fits(mark, text))
 
 
-_known_candidates = lru_cache(_MAX_KNOWN)(_look_for_marks)
+_candidates = once_for_all_digits(_look_for_marks, _DIGITS_MATTER)
 
 
 def _fits(mark: Mark, text: str) -> bool:

@@ -86,6 +86,10 @@ class ExceptionLine(NamedTuple):
     source: bool  # it may as well be a line of source
 
 
+Span = tuple[int, int]
+Spans = tuple[Span, Span, Span]
+
+
 class Shape(NamedTuple):
     """One line. Which of the others are filled follows from `is_`."""
 
@@ -132,14 +136,6 @@ def _shape_of_words(text: str, words: str) -> Shape:
     return _SOURCE if source else _OTHER
 
 
-def shape_of_numbered_frame(file: str, line: int, function: str, dumped: bool, indent: str) -> Shape:
-    """The shape of a frame's line whose parts are known: blanks, `File "FILE", line LINE` and `, in` or, in a dump, ` in`."""
-    frame = Frame(file, line, function)
-    if not dumped:
-        return Shape(FRAME, None, "", frame)
-    return Shape(SOURCE if indent[0] == " " else OTHER, DumpPart(indent == "  ", frame=frame))
-
-
 def shape_of_frame(text: str) -> Shape:
     """The shape of a line whose first word is `File`, with a quotation mark behind it."""
     found = _FRAME.match(text)
@@ -151,6 +147,21 @@ def shape_of_frame(text: str) -> Shape:
     begins = _DUMPED_FRAME_BEGINS.match(text) is None and len(text) < 4 * MAX_TEXT
     is_ = BEGINS_FRAME if begins else SOURCE if text[0] == " " else OTHER
     return Shape(is_, _part_of_dump(text))
+
+
+def spans_of(text: str, shape: Shape) -> Spans | None:
+    """Where the parts of the one frame in `text` stand, None where there is no or more than one frame."""
+    frames = [(shape.frame, _FRAME, (1, 2, 3))]
+    if shape.dump is not None:
+        frames += [(shape.dump.frame, _DUMPED_FRAME, (1, 2, 3)), (shape.dump.py_spy_frame, _PY_SPY_FRAME, (2, 3, 1))]
+    frames = [one for one in frames if one[0] is not None]
+    if len(frames) != 1 or shape.exception is not None:
+        return None
+    frame, pattern, (file, line, function) = frames[0]
+    found = pattern.match(text)
+    if found is None or frame != (found[file], int(found[line]), found[function]):
+        return None
+    return found.span(file), found.span(line), found.span(function)
 
 
 def _exception(indent: int, name: str, text: str, source: bool) -> ExceptionLine:

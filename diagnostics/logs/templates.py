@@ -1,0 +1,100 @@
+"""Lines and texts that differ in their digits only are looked at once: steps, dates, line numbers and addresses are what differs.
+
+`Template` says for such lines where their parts stand; `once_for_all_digits` remembers what was found in such texts. Both give
+exactly what a look at each of them would give: no expression here asks for one digit rather than another, and words that do are
+named by the caller.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from diagnostics.logs.shapes import FRAME, DumpPart, Frame, Shape, Spans, shape_of, spans_of
+
+_T = TypeVar("_T")
+_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_MAX_KNOWN = 4096  # texts of one kind
+MAX_TEXT = 500  # characters of what is remembered
+_DIGITS = re.compile(r"\d")
+
+
+def zeroed(text: bytes) -> bytes:
+    """With 0 for each digit."""
+    return text.translate(_ZEROS)
+
+
+def keep(known: dict[bytes, _T], key: bytes, value: _T) -> _T:
+    """Remember it, and nothing else once there is too much: what is needed comes again."""
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
+    known[key] = value
+    return value
+
+
+def once_for_all_digits(look: Callable[[str], _T], special: re.Pattern[bytes] | None = None) -> Callable[[str], _T]:
+    """`look`, called once for texts that differ in digits only; always where `special` is in the text with zeros and without blanks."""
+    known: dict[bytes, _T] = {}
+
+    def found(text: str) -> _T:
+        if len(text) > MAX_TEXT:
+            return look(text)
+        key = text.encode().translate(_ZEROS)
+        if key in known:
+            return known[key]
+        value = look(text)
+        if special is not None and special.search(b"".join(key.split())) is not None:
+            return value
+        return keep(known, key, value)
+
+    return found
+
+
+class Prefix(NamedTuple):
+    """What loggers and launchers put before a line: whose it is (`text[begin:end]`), and where the line's own text begins."""
+
+    whose: str
+    begin: int
+    end: int
+    dated: bool
+    at: int
+
+    def stream(self, text: str) -> str:
+        """The rank or process, "" where the line does not say."""
+        return f"{self.whose} {text[self.begin : self.end]}" if self.whose else ""
+
+
+class Template(NamedTuple):
+    """Lines of one form. `spans` tells where a frame's file, line number and function stand in the line's own text."""
+
+    prefix: Prefix
+    end: int
+    shape: Shape
+    spans: Spans | None
+
+    def shape_in(self, words: str) -> Shape:
+        """The shape of a line of this form, whose own text is `words`."""
+        if self.spans is None:
+            return self.shape
+        (file, file_end), (line, line_end), (function, function_end) = self.spans
+        frame = Frame(words[file:file_end], int(words[line:line_end]), words[function:function_end])
+        is_, dump = self.shape.is_, self.shape.dump
+        if dump is None:
+            return Shape(FRAME, None, "", frame)
+        return Shape(is_, DumpPart(dump.begins, "", None, *((frame, None) if dump.frame is not None else (None, frame))))
+
+
+def template_of(text: str, prefix: Prefix) -> Template | None:
+    """The form of a printable ASCII line, or None where its digits stand in something else than a frame."""
+    words = text[prefix.at :].rstrip()
+    shape = shape_of(words)
+    spans = spans_of(words, shape)
+    if spans is None and not _without_digits(shape):
+        return None
+    return Template(prefix, prefix.at + len(words), shape, spans)
+
+
+def _without_digits(shape: Shape) -> bool:
+    named = shape.exception is not None and _DIGITS.search(shape.exception.name) is not None
+    return shape.frame is None and shape.dump is None and not named and not _DIGITS.search(shape.text)
