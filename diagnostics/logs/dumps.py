@@ -102,26 +102,21 @@ class DumpReader:
     """Feed it lines; it hands over each dump once its end is known."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Dump] = {}
-
-    @property
-    def idle(self) -> bool:
-        """No dump is open."""
-        return not self._open
+        self.open: dict[str, Dump] = {}  # by stream
 
     def feed(self, line: Line, number: int, done: list[Dump]) -> bool:
         """Whether line `number` belongs to a dump; dumps that it ends are added to `done`."""
-        dump, part = self._open.get(line.stream), line.shape.dump
+        dump, part = self.open.get(line.stream), line.shape.dump
         if dump is None:
             if part is None or not part.begins:
                 return False
             dump = Dump(stream=line.stream, first_line=number, last_line=number, cause=part.cause)
-            self._open[line.stream] = dump
+            self.open[line.stream] = dump
             return bool(part.cause) or _add(dump, part)
         if part is None:
             return self._other(dump, line, number, done)
         if part.cause and (dump.threads or part.cause.startswith(("Fatal", "Timeout"))):
-            self._open[line.stream] = Dump(stream=line.stream, first_line=number, last_line=number, cause=part.cause)
+            self.open[line.stream] = Dump(stream=line.stream, first_line=number, last_line=number, cause=part.cause)
             done.append(dump)
             return True
         if not _add(dump, part) and not part.cause:
@@ -131,18 +126,18 @@ class DumpReader:
 
     def _other(self, dump: Dump, line: Line, number: int, done: list[Dump]) -> bool:
         if line.text and number - dump.last_line > _MAX_OTHER_LINES:
-            done.append(self._open.pop(line.stream))
+            done.append(self.open.pop(line.stream))
         return False
 
     def sweep(self, number: int) -> list[Dump]:
         """Hand over what was last touched long before line `number`; call it now and then."""
-        names = [name for name, dump in self._open.items() if number - dump.last_line > _MAX_QUIET_LINES]
-        return [self._open.pop(name) for name in names]
+        names = [name for name, dump in self.open.items() if number - dump.last_line > _MAX_QUIET_LINES]
+        return [self.open.pop(name) for name in names]
 
     def finish(self) -> list[Dump]:
         """What is still open at the end of the log."""
-        done = list(self._open.values())
-        self._open.clear()
+        done = list(self.open.values())
+        self.open.clear()
         return done
 
 

@@ -40,7 +40,7 @@ class LogSearch:
 
     @property
     def _quiet(self) -> bool:
-        return self._begun is None and self._tracebacks.idle and self._dumps.idle
+        return not (self._tracebacks.streams or self._dumps.open or self._begun)
 
     def _read_block(self, block: bytes) -> None:
         at, end = 0, len(block)
@@ -74,7 +74,7 @@ class LogSearch:
 
     def feed(self, line: Line, number: int) -> None:
         """Read line `number`."""
-        undumped = line.shape.dump is None and self._dumps.idle
+        undumped = line.shape.dump is None and not self._dumps.open
         if undumped and self._tracebacks.goes_on(line, number):
             self._begun = None
             return

@@ -34,7 +34,7 @@ def keep(known: dict[bytes, _T], key: bytes, value: _T) -> _T:
 
 
 def once_for_all_digits(look: Callable[[str], _T], special: re.Pattern[bytes] | None = None) -> Callable[[str], _T]:
-    """`look`, called once for texts that differ in digits only; always where `special` is in the text with zeros and without blanks."""
+    """`look`, called once for texts that differ in digits only; always where `special` is in the text with zeros, squeezed."""
     known: dict[bytes, _T] = {}
 
     def found(text: str) -> _T:
@@ -79,10 +79,12 @@ class Template(NamedTuple):
             return self.shape
         (file, file_end), (line, line_end), (function, function_end) = self.spans
         frame = Frame(words[file:file_end], int(words[line:line_end]), words[function:function_end])
-        is_, dump = self.shape.is_, self.shape.dump
+        dump = self.shape.dump
         if dump is None:
             return Shape(FRAME, None, "", frame)
-        return Shape(is_, DumpPart(dump.begins, "", None, *((frame, None) if dump.frame is not None else (None, frame))))
+        by_py_spy = dump.frame is None
+        part = DumpPart(dump.begins, "", None, None if by_py_spy else frame, frame if by_py_spy else None)
+        return Shape(self.shape.is_, part)
 
 
 def template_of(text: str, prefix: Prefix) -> Template | None:

@@ -55,9 +55,10 @@ class _Open:
     @property
     def hashes(self) -> list[int]:
         """Of the first 0, 1, 2, ... frames. Computed only where several are open."""
-        for frame in self.traceback.frames[len(self._hashes) - 1 :]:
-            self._hashes.append(hash((self._hashes[-1], frame)))
-        return self._hashes
+        hashes, frames = self._hashes, self.traceback.frames
+        while len(hashes) <= len(frames):
+            hashes.append(hash((hashes[-1], frames[len(hashes) - 1])))
+        return hashes
 
     def add(self, frame: Frame, number: int) -> None:
         traceback = self.traceback
@@ -88,19 +89,14 @@ class TracebackReader:
     """Feed it lines; it hands over each traceback once its end is known."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, _Stream] = {}
-
-    @property
-    def idle(self) -> bool:
-        """Nothing is open: lines without a trigger need not be fed."""
-        return not self._streams
+        self.streams: dict[str, _Stream] = {}  # those with something open: with none, lines without a trigger need not be fed
 
     def goes_on(self, line: Line, number: int) -> bool:
         """Whether line `number` is a frame or source of the only traceback open in its stream; then it was taken, as by `feed`.
 
         Most lines of a log full of tracebacks are that.
         """
-        stream = self._streams.get(line.stream)
+        stream = self.streams.get(line.stream)
         if (
             stream is None
             or len(stream.open) != 1
@@ -122,33 +118,33 @@ class TracebackReader:
 
     def feed(self, line: Line, number: int, done: list[Traceback]) -> bool:
         """Whether line `number` belongs to a traceback; tracebacks that it ends are added to `done`."""
-        stream = self._streams.get(line.stream)
+        stream = self.streams.get(line.stream)
         if stream is None:
             if line.shape.is_ not in _BEGINNINGS:
                 return False
-            stream = self._streams[line.stream] = _Stream()
+            stream = self.streams[line.stream] = _Stream()
         used = _feed(stream, line, number, done)
         if not (stream.open or stream.ended or stream.before or stream.thread):
-            del self._streams[line.stream]
-        elif len(self._streams) > _MAX_STREAMS:
-            done += _give_up(self._streams.pop(next(iter(self._streams))))
+            del self.streams[line.stream]
+        elif len(self.streams) > _MAX_STREAMS:
+            done += _give_up(self.streams.pop(next(iter(self.streams))))
         return used
 
     def sweep(self, number: int) -> list[Traceback]:
         """Give up what was last touched long before line `number`; call it now and then."""
         done: list[Traceback] = []
-        for name in list(self._streams):
-            stream = self._streams[name]
+        for name in list(self.streams):
+            stream = self.streams[name]
             touched = [one.traceback.last_line for one in stream.open]
             touched += [one.last_line for one in (stream.ended, stream.before) if one is not None]
             if number - max(touched, default=0) > _MAX_QUIET_LINES:
-                done += _give_up(self._streams.pop(name))
+                done += _give_up(self.streams.pop(name))
         return done
 
     def finish(self) -> list[Traceback]:
         """What is still open at the end of the log."""
-        done = [traceback for stream in self._streams.values() for traceback in _give_up(stream)]
-        self._streams.clear()
+        done = [traceback for stream in self.streams.values() for traceback in _give_up(stream)]
+        self.streams.clear()
         return done
 
 
@@ -253,18 +249,15 @@ def _owner(stream: _Stream, name: str, number: int, frame: Frame) -> _Open:
     newest = stream.newest
     if len(stream.open) == 1:
         return newest
-    for one in sorted(stream.open, key=lambda one: len(one.hashes)):
-        if _follows(one, hash((one.hashes[-1], frame)), stream.open):
-            return one
+    by_length = sorted([(len(one.hashes), at, one) for at, one in enumerate(stream.open)])
+    for at, (length, _, one) in enumerate(by_length):
+        continued = hash((one.hashes[-1], frame))
+        for other_length, _, other in by_length[at + 1 :]:  # another traceback went on like this from the same frames
+            if other_length > length and other.hashes[length] == continued:
+                return one
     longest = max(stream.open, key=lambda one: len(one.hashes))
     behind = len(newest.hashes) > 1 and longest.hashes[: len(newest.hashes)] == newest.hashes
     return longest if behind else newest
-
-
-def _follows(one: _Open, continued: int, others: list[_Open]) -> bool:
-    """Another traceback went on like this from the same frames."""
-    at = len(one.hashes)
-    return any(len(other.hashes) > at and other.hashes[at] == continued for other in others if other is not one)
 
 
 def _ends(stream: _Stream, number: int, exception: ExceptionLine) -> _Open | None:
