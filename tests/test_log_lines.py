@@ -13,7 +13,7 @@ from diagnostics.logs.groups import Groups
 from diagnostics.logs.search import LogSearch
 from diagnostics.logs.tracebacks import TracebackReader
 
-DIGITS = st.integers(0, 99_999).map(str)
+DIGITS = st.integers(0, 99_999).map(str) | st.sampled_from(["00ab", "1fe9", "dead"])
 PREFIXES = st.sampled_from(
     [
         "",
@@ -44,7 +44,7 @@ Thread # (idle): "w#"
 Thread 0x# (most recent call first):
 Timeout (0:00:#)!
 ValueError: # is odd
-my.Odd#: x
+my.Odd#: <x at 0x#a#f> of 0x#be, '0x#cd'
 Epoch: #
     x = f(#)
     ^^^^
@@ -108,6 +108,12 @@ def test_what_is_remembered_of_a_log_has_an_end() -> None:
     long = b"x" * (templates.MAX_TEXT + 1)
     reader.lines(long)
     assert long not in reader._known
+
+
+def test_no_mark_can_begin_in_an_address() -> None:
+    marks = [mark.squeezed for kind in recognise.KINDS for mark in kind.marks]
+    assert [mark for mark in marks if templates._ADDRESS.search(f"0x0{mark}".encode())] == []
+    assert [mark for mark in marks if "0x" in mark] == []
 
 
 def found(text: bytes) -> str:

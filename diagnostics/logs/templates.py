@@ -1,5 +1,7 @@
 """Lines and texts that differ in their digits only are looked at once: steps, dates, line numbers and addresses are what differs.
 
+An address counts as digits where a bracket, a comma or a quotation mark ends it, so that no word can begin in it.
+
 `Template` says for such lines where their parts stand; `once_for_all_digits` remembers what was found in such texts. Both give
 exactly what a look at each of them would give: no expression here asks for one digit rather than another, and words that do are
 named by the caller.
@@ -18,11 +20,17 @@ _ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _MAX_KNOWN = 4096  # texts of one kind
 MAX_TEXT = 500  # characters of what is remembered
 _DIGITS = re.compile(r"\d")
+_ADDRESS = re.compile(rb"""0x[0-9a-fA-F]+(?=[]>),'"])""")
 
 
 def zeroed(text: bytes) -> bytes:
-    """With 0 for each digit."""
-    return text.translate(_ZEROS)
+    """With 0 for each digit, those of an address included; as long as it was."""
+    zeros = text.translate(_ZEROS)
+    return _ADDRESS.sub(_zero_address, zeros) if b"0x" in zeros else zeros
+
+
+def _zero_address(found: re.Match[bytes]) -> bytes:
+    return b"0x" + b"0" * (len(found[0]) - 2)
 
 
 def keep(known: dict[bytes, _T], key: bytes, value: _T) -> _T:
@@ -40,7 +48,7 @@ def once_for_all_digits(look: Callable[[str], _T], special: re.Pattern[bytes] | 
     def found(text: str) -> _T:
         if len(text) > MAX_TEXT:
             return look(text)
-        key = text.encode().translate(_ZEROS)
+        key = zeroed(text.encode())
         if key in known:
             return known[key]
         value = look(text)
