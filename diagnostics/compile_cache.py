@@ -22,6 +22,9 @@ imports torch (5 s; not with --no-torch).
 
 from __future__ import annotations
 
+import diagnostics.interrupts  # noqa: F401 - for Ctrl-C while the rest is imported
+
+# isort: split
 import argparse
 import json
 import sys

@@ -1,7 +1,8 @@
 """A log file as blocks of whole lines, and one line as plain text of one rank. Reads forward, keeps one block in memory.
 
-Lines are numbered by line feeds, as an editor numbers them. Text is UTF-8 unless the file's first bytes say UTF-16 or UTF-32;
-a line that is not UTF-8 is read as Latin-1. Colours and cursor movements are removed, a progress bar's carriage returns split
+Lines are numbered by line feeds, as an editor numbers them. Text is UTF-8 unless the file begins as UTF-16 or UTF-32, with a mark
+or without; a line that is not UTF-8 is read as Latin-1. Zero bytes in other files are dropped: so what was appended to them as
+UTF-16 is read, as far as it is Latin-1. Colours and cursor movements are removed, a progress bar's carriage returns split
 a line, and what loggers and launchers put before a line (`[rank0]:`, `[default1]:`, `(Worker pid=7)`, dates) is taken off:
 the rank becomes the line's stream, so that interleaved ranks are read apart.
 
@@ -27,6 +28,8 @@ _BOMS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
     (codecs.BOM_UTF8, "utf-8-sig"),
 )
+_ZEROS_OF_ASCII = {"utf-32-le": (1, 2, 3), "utf-32-be": (0, 1, 2), "utf-16-le": (1, 3), "utf-16-be": (0, 2)}  # of four bytes
+_LEAST_ZEROS = 0.005  # of the bytes
 _COMPRESSED = {
     b"\x1f\x8b": "zcat",
     b"BZh": "bzcat",
@@ -154,9 +157,11 @@ def _encoding(head: bytes) -> str:
     for bom, encoding in _BOMS:
         if head.startswith(bom):
             return encoding
-    even, odd = head[::2].count(0), head[1::2].count(0)
-    if max(even, odd) > 0.3 * max(1, len(head) // 2) and min(even, odd) < 0.1 * max(even, odd):
-        return "utf-16-le" if odd > even else "utf-16-be"
+    zeros = [head[at::4].count(0) for at in range(4)]
+    for encoding, at in _ZEROS_OF_ASCII.items():  # written without a mark: blanks and line feeds at least are ASCII
+        there, elsewhere = sum(zeros[each] for each in at), sum(zeros[each] for each in range(4) if each not in at)
+        if there > max(1, _LEAST_ZEROS * len(head)) and elsewhere < 0.1 * there and min(zeros[each] for each in at) > 0.2 * there / len(at):
+            return encoding
     text = head.replace(b"\0", b"")  # a file that a power failure cut may end in zeros
     if (head and len(text) - len(text.translate(None, _CONTROLS)) > _MOST_CONTROLS * len(text)) or (head and not text):
         raise Unreadable("it is binary, not a log: give text files")
