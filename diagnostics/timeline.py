@@ -37,7 +37,7 @@ from diagnostics.dated.entry import Entry, Found, believable, shown
 from diagnostics.dated.moments import Moment, Suspect, moments, states
 from diagnostics.dated.places import Places, places, usual, with_machine
 from diagnostics.dated.runs import Run, read
-from diagnostics.logs.reader import Unreadable
+from diagnostics.logs.encodings import Unreadable
 from diagnostics.output import ended_plainly, output_file, printable, say, write_text
 from diagnostics.tables import Table
 from diagnostics.terminal import ReportConsole, print_detail, print_table

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from diagnostics.environments.masking import masked
+from diagnostics.logs.encodings import Unreadable
 from diagnostics.logs.groups import Evidence, Group, Groups
-from diagnostics.logs.reader import Unreadable
 from diagnostics.logs.search import LogSearch, read_log
 from diagnostics.output import ended_plainly, output_file, printable, say, write_text
 from diagnostics.terminal import ReportConsole, print_detail

@@ -1,8 +1,7 @@
 """A log file as blocks of whole lines, and one line as plain text of one rank. Reads forward, keeps one block in memory.
 
-Lines are numbered by line feeds, as an editor numbers them. Text is UTF-8 unless the file begins as UTF-16 or UTF-32, with a mark
-or without; a line that is not UTF-8 is read as Latin-1. Zero bytes in other files are dropped: so what was appended to them as
-UTF-16 is read, as far as it is Latin-1. Colours and cursor movements are removed, a progress bar's carriage returns split
+Lines are numbered by line feeds, as an editor numbers them. Text is what `encodings` finds; a line
+that is neither is read as Latin-1. Colours and cursor movements are removed, a progress bar's carriage returns split
 a line, and what loggers and launchers put before a line (`[rank0]:`, `[default1]:`, `(Worker pid=7)`, dates) is taken off:
 the rank becomes the line's stream, so that interleaved ranks are read apart.
 
@@ -11,34 +10,16 @@ Limits: compressed and binary files are refused; the two halves of a terminal th
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
+from diagnostics.logs.encodings import decoder, encoding
 from diagnostics.logs.shapes import Shape, shape_of
 from diagnostics.logs.templates import MAX_TEXT, Prefix, Template, keep, template_of, zeroed
 
 BLOCK_BYTES = 1 << 20  # also the longest line: a longer one is cut, at a carriage return where it has one
 _HEAD_BYTES = 1 << 16
-_BOMS = (
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-    (codecs.BOM_UTF8, "utf-8-sig"),
-)
-_ZEROS_OF_ASCII = {"utf-32-le": (1, 2, 3), "utf-32-be": (0, 1, 2), "utf-16-le": (1, 3), "utf-16-be": (0, 2)}  # of four bytes
-_LEAST_ZEROS = 0.005  # of the bytes
-_COMPRESSED = {
-    b"\x1f\x8b": "zcat",
-    b"BZh": "bzcat",
-    b"\xfd7zXZ": "xzcat",
-    b"\x28\xb5\x2f\xfd": "zstdcat",
-    b"PK\x03\x04": "unzip -p",
-}
-_CONTROLS = bytes(set(range(1, 32)) - set(b"\b\t\n\v\f\r\x1b\a"))
-_MOST_CONTROLS = 0.02  # of the bytes of a text
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_=>()][0B]?|[\x00\x08\x0e\x0f]")
 _PREFIX = re.compile(
     r"""\[(?:rank|default|local_rank|worker|node)[ _:]?(?P<rank>\d+)\]:?\ ?
@@ -56,10 +37,6 @@ _DATES = {"date", "glog", "clock"}
 _STREAM_NAMES = {"rank": "rank", "mpi": "rank", "srun": "rank", "actor": "actor"}
 
 
-class Unreadable(Exception):
-    """The file cannot be read as text; the message says what it is and what to do."""
-
-
 class Line(NamedTuple):
     """One line. `stream` names whose it is ("" where the log does not say); `text` keeps its indentation."""
 
@@ -71,13 +48,11 @@ class Line(NamedTuple):
 
 def blocks(file: BinaryIO) -> Iterator[bytes]:
     """The file's content as UTF-8 or Latin-1 blocks that end with a line. Raises Unreadable."""
-    head = file.read(_HEAD_BYTES)
-    encoding = _encoding(head)
-    decoder = codecs.getincrementaldecoder(encoding)(errors="replace") if encoding != "utf-8" else None
+    piece = file.read(_HEAD_BYTES)
+    decode_piece = decoder(encoding(piece))
     kept = b""
-    piece = head
     while piece:
-        kept += decoder.decode(piece).encode() if decoder is not None else piece
+        kept += decode_piece(piece)
         end = _end_of_lines(kept)
         if end:
             yield kept[:end]
@@ -148,24 +123,6 @@ def _prefix(text: str) -> Prefix:
         else:
             whose, (begin, end) = _STREAM_NAMES[name], found.span(name)
     return Prefix(whose, begin, end, dated, at)
-
-
-def _encoding(head: bytes) -> str:
-    for mark, tool in _COMPRESSED.items():
-        if head.startswith(mark):
-            raise Unreadable(f"it is compressed: {tool} it and give `-` to read standard input")
-    for bom, encoding in _BOMS:
-        if head.startswith(bom):
-            return encoding
-    zeros = [head[at::4].count(0) for at in range(4)]
-    for encoding, at in _ZEROS_OF_ASCII.items():  # written without a mark: blanks and line feeds at least are ASCII
-        there, elsewhere = sum(zeros[each] for each in at), sum(zeros[each] for each in range(4) if each not in at)
-        if there > max(1, _LEAST_ZEROS * len(head)) and elsewhere < 0.1 * there and min(zeros[each] for each in at) > 0.2 * there / len(at):
-            return encoding
-    text = head.replace(b"\0", b"")  # a file that a power failure cut may end in zeros
-    if (head and len(text) - len(text.translate(None, _CONTROLS)) > _MOST_CONTROLS * len(text)) or (head and not text):
-        raise Unreadable("it is binary, not a log: give text files")
-    return "utf-8"
 
 
 def _end_of_lines(kept: bytes) -> int:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from diagnostics.logs.dumps import Dump, DumpReader
+from diagnostics.logs.encodings import Unreadable
 from diagnostics.logs.groups import Groups
-from diagnostics.logs.reader import Line, Unreadable, blocks, lines
+from diagnostics.logs.reader import Line, blocks, lines
 from diagnostics.logs.recognise import GATES, gated, of_dump, of_line, of_traceback
 from diagnostics.logs.traceback import Traceback
 from diagnostics.logs.tracebacks import TracebackReader
