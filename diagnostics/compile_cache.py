@@ -30,13 +30,14 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from diagnostics.caches import archive, difference, here, inventory, prune, restore, trash, views
+from diagnostics.caches import archive, difference, here, inventory, past_runs, prune, restore, trash, views
 from diagnostics.caches.errors import CacheError
 from diagnostics.caches.options import MAX_ROWS, parser
 from diagnostics.output import ended_plainly, say, write_text
@@ -83,10 +84,16 @@ def _inventory(options: argparse.Namespace, console: Console) -> int:
             console.print(f"[bold]{escape(str(place))}[/]: [yellow]absent[/]", highlight=False)
             continue
         found.append(inventory.to_dict(inventory.take(place, ask_torch=not options.no_torch)))
+    runs, untold = past_runs.read(options.runs)
     for values in found:
+        values["hits"] = [
+            asdict(run) for run in runs if Path(run.directory).resolve() == Path(values["directory"]).resolve()
+        ] or None
         views.print_inventory(console, values, max_rows=_rows(options))
-    _write(options, {"version": 1, "kind": "inventories", "environment": here.fingerprint(), "caches": found})
-    if not found or any(values["problems"] for values in found):
+    views.print_runs(console, runs, untold, max_rows=_rows(options))
+    told = {"runs": [asdict(run) for run in runs], "not_observed": untold}
+    _write(options, {"version": 1, "kind": "inventories", "environment": here.fingerprint(), "caches": found, **told})
+    if not found or any(values["problems"] for values in found) or (options.runs and not runs):
         return 3
     return int(any(state in inventory.PROBLEMS for values in found for state in values["states"]))
 
