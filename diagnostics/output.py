@@ -34,6 +34,14 @@ def output_file(text: str) -> Path:
     return path
 
 
+def number(text: str) -> float:
+    """The number that an option was given, NaN where it is none: which ones are good the option says itself."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; what is no regular file (/dev/stdout, a pipe) is written to as it is."""
     path = path.resolve()

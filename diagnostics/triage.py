@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_report(console, found, read, max_shown=None if options.all else _MAX_SHOWN)
     for sentence in unreadable:
         say(f"triage: cannot read {sentence}")
+    for search in read:
+        if not search.bytes:
+            say(f"triage: {search.log} is empty: nothing was observed")
     if groups.dropped:
         console.print(f"[yellow]not grouped[/]: {groups.dropped} failures with still other signatures", highlight=False)
     if options.json is not None:

@@ -72,7 +72,7 @@ def test_a_reader_that_has_gone_changes_neither_exit_code_nor_files(tmp_path: Pa
     command = started("diagnostics.triage", empty, "--json", tmp_path / "found.json", stdout=writing)
     os.close(writing)
     _, told = command.communicate()
-    assert (command.returncode, told) == (3, "")
+    assert (command.returncode, told) == (3, f"triage: {empty} is empty: nothing was observed\n")
     assert (tmp_path / "found.json").exists()
 
 

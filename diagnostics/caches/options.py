@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diagnostics.caches import here
-from diagnostics.output import output_file, printable
+from diagnostics.output import number, output_file, printable
 
 MAX_ROWS = 40
 
@@ -83,7 +83,7 @@ def _bytes(text: str) -> int:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: use a number of at least 0")
     return value

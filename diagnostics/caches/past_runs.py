@@ -9,6 +9,7 @@ Known limits: one event is of one process; other programs' runs are counted by `
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ def read(folders: Sequence[Path]) -> tuple[list[PastRun], list[str]]:
     runs: list[PastRun] = []
     notes: list[str] = []
     for folder in folders:
-        logs = [folder] if folder.is_file() else sorted(folder.rglob(_NAME))
+        logs = [folder] if folder.is_file() else _logs(folder, notes)
         if not logs:
             notes.append(f"{folder}: there is no {_NAME} in it: name the --output of runs, or a folder above")
         for log in logs:
@@ -49,6 +50,14 @@ def read(folders: Sequence[Path]) -> tuple[list[PastRun], list[str]]:
                 notes.append(f"{log}: nothing of hits and misses: the run goes on, was killed, or recorded none")
             runs += found
     return sorted(runs, key=lambda run: -run.time_seconds), notes
+
+
+def _logs(folder: Path, notes: list[str]) -> list[Path]:
+    def told(error: OSError) -> None:
+        notes.append(f"{error.filename}: {error.strerror}")
+
+    found = (Path(where) / _NAME for where, _, names in os.walk(folder, onerror=told) if _NAME in names)
+    return sorted(log for log in found if log.is_file())  # no pipe, no folder
 
 
 def _events(log: Path) -> Iterator[PastRun]:

@@ -23,10 +23,10 @@ _WRAPPED = 25  # characters, without what loggers put before: a terminal is not 
 
 
 class LogSearch:
-    """Reads one log into `groups`; `lines` counts what it read."""
+    """Reads one log, called `log`, into `groups`; `lines` and `bytes` count what it read."""
 
     def __init__(self, log: str, groups: Groups) -> None:
-        self._log, self._groups = log, groups
+        self.log, self._groups = log, groups
         self._tracebacks, self._dumps = TracebackReader(), DumpReader()
         self._begun: tuple[Line, int] | None = None  # a line that may go on in the next one, and its number
         self.lines = 0
@@ -95,7 +95,7 @@ class LogSearch:
             match = of_line(begun[0].text + line.text)
             line, number = begun if match is not None else (line, number)
         if match is not None:
-            self._groups.add_line(self._log, match, number, line.stream, line.text)
+            self._groups.add_line(self.log, match, number, line.stream, line.text)
         elif begun is None and len(line.text) >= _WRAPPED:
             self._begun = line, number
 
@@ -104,13 +104,13 @@ class LogSearch:
             if traceback.is_stack:
                 continue
             match, needed_tail = of_traceback(traceback)
-            self._groups.add_traceback(self._log, match, traceback)
+            self._groups.add_traceback(self.log, match, traceback)
             if not needed_tail:
                 self._take_tail(traceback)
         for dump in dumps:
             found = of_dump(dump)
             if found is not None:
-                self._groups.add_dump(self._log, found, dump)
+                self._groups.add_dump(self.log, found, dump)
 
     def _take_tail(self, traceback: Traceback) -> None:
         """What followed the message was not a part of it, as far as is known."""
@@ -118,7 +118,7 @@ class LogSearch:
             for number, text in one.tail:
                 match = of_line(text)
                 if match is not None:
-                    self._groups.add_line(self._log, match, number, one.stream, text)
+                    self._groups.add_line(self.log, match, number, one.stream, text)
 
 
 def read_log(path: Path, groups: Groups) -> LogSearch:
