@@ -182,7 +182,8 @@ class Groups:
     def _learn(self, group: Group, text: str) -> None:
         kind = group.kind.id
         if len(group.facts) < _MAX_FACTS:
-            group.facts.update(dict.fromkeys(facts(kind, text)))
+            for fact in facts(kind, text):
+                group.facts[fact] = None
         if kind == "nccl-timeout":
             self._collectives.setdefault((kind, group.signature), Collectives()).add(text)
 
@@ -193,7 +194,7 @@ def _signature(kind: Kind, traceback: Traceback) -> str:
         root = next((f"; after {one.exception}" for one in traceback.cause.chain if one.exception), "")
     message = _numberless(traceback.message)[:160] if kind is UNKNOWN else ""
     name = traceback.exception or "(the exception is cut off)"
-    names = " < ".join([f"{_file_name(file)}:{function}" for file, _, function in reversed(traceback.frames[-3:])])
+    names = " < ".join([f"{_file_name(file)}:{function}" for file, _, function in traceback.frames[-1:-4:-1]])
     return f"{name}{': ' if message else ''}{message}{' in ' if names else ''}{names}{root}"
 
 

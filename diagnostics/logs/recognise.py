@@ -93,12 +93,16 @@ def of_line(text: str) -> Match | None:
 
 def of_traceback(traceback: Traceback) -> tuple[Match, bool]:
     """The kind of a traceback with its causes, `unknown` included, and whether lines after its message were needed."""
-    matches = [match for one in traceback.chain for match in _of_words(one.head, one)]
-    best = _best(matches)
+    alone = traceback.cause is None
+    matches = (
+        _of_words(traceback.head, traceback)
+        if alone
+        else [match for one in traceback.chain for match in _of_words(one.head, one)]
+    )
+    found = best = _best(matches) if matches else None
     if best is not None and best[0].id not in _GENERAL:
         return best, False
-    found = best
-    if traceback.cause is not None or traceback.tail:  # else its text was its head
+    if not alone or traceback.tail:  # else its text was its head
         found = _best([*matches, *(match for one in traceback.chain for match in _of_words(one.text, traceback))])
     if found is None:
         return ((BY_ID["F4"], "likely") if _hijacked(traceback) else (UNKNOWN, "possible")), False

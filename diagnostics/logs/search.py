@@ -62,14 +62,15 @@ class LogSearch:
     def _read_lines(self, block: bytes, at: int) -> int:
         """Read lines until nothing is open, or a few; where the next one begins."""
         stop = block.find(b"\n", at + _PIECE_BYTES)
+        feed, streams, dumps = self.feed, self._tracebacks.streams, self._dumps.open
         for raw in block[at : stop if stop >= 0 else len(block) - block.endswith(b"\n")].split(b"\n"):
-            self.lines += 1
+            self.lines = number = self.lines + 1
             for line in lines(raw):
-                self.feed(line, self.lines)
-            if self.lines % _SWEEP_LINES == 0:
-                self._take(self._tracebacks.sweep(self.lines), self._dumps.sweep(self.lines))
+                feed(line, number)
+            if number % _SWEEP_LINES == 0:
+                self._take(self._tracebacks.sweep(number), self._dumps.sweep(number))
             at += len(raw) + 1
-            if self._quiet:
+            if not (streams or dumps or self._begun):
                 break
         return at
 

@@ -265,7 +265,7 @@ def _ends(stream: _Stream, number: int, exception: ExceptionLine) -> _Open | Non
     candidates = [one for one in stream.open if exception.indent <= one.indent]
     if not candidates:
         return None
-    owner = max(candidates, key=lambda one: len(one.traceback.frames))
+    owner = candidates[0] if len(candidates) == 1 else max(candidates, key=lambda one: len(one.traceback.frames))
     if exception.sure:
         return owner
     near = owner.traceback.frames and number - owner.traceback.last_line <= MAX_SOURCE_LINES
