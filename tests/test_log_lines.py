@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diagnostics.logs import reader, recognise, templates
-from diagnostics.logs.groups import Groups
+from diagnostics.logs import groups, reader, recognise, search, templates
 from diagnostics.logs.search import LogSearch
 from diagnostics.logs.tracebacks import TracebackReader
 
@@ -49,6 +49,7 @@ Epoch: #
     x = f(#)
     ^^^^
 KeyError: '0x#f'
+ValueError: #x# is 1x2, 0x#f) of 9xa
 exit code 13#
 RuntimeError: c#0d Broken pipe
 Expected current_level > #
@@ -82,6 +83,7 @@ def filled(draw: st.DrawFn) -> list[str]:
 def test_a_line_is_read_as_if_no_other_had_been_read(lines: list[str]) -> None:
     for line in lines:
         assert reader.lines(line.encode()) == reader._lines(line.encode())
+        assert groups._numberless(line) == groups._NUMBERS.sub("#", line)
         assert recognise.gated(line) == recognise._gated(line)
         assert recognise._candidates(line) == recognise._look_for_marks(line)
 
@@ -90,13 +92,24 @@ def test_a_line_is_read_as_if_no_other_had_been_read(lines: list[str]) -> None:
 @given(filled())
 def test_the_short_way_of_an_open_traceback_is_only_shorter(lines: list[str]) -> None:
     text = "\n".join(["Traceback (most recent call last):", *lines]).encode()
-    short = found(text)
+    short = results(text)
     goes_on = TracebackReader.goes_on
     try:
         TracebackReader.goes_on = lambda *_: False  # type: ignore[method-assign]
-        assert found(text) == short
+        assert results(text) == short
     finally:
         TracebackReader.goes_on = goes_on  # type: ignore[method-assign]
+
+
+@settings(max_examples=30, deadline=None)
+@given(filled())
+@example(["RuntimeError: c20d Broken pipe", "RuntimeError: c10d Broken pipe", "my.OddError: 1", "my.OtherError: 1"])
+def test_tracebacks_that_are_alike_are_recognised_as_each_would_be(lines: list[str]) -> None:
+    text = "\n".join(part for line in lines for part in ("Traceback (most recent call last):", '  File "/a", line 1, in f', line))
+    known = results(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LogSearch, "_recognised", lambda _, traceback: search._recognise(traceback))
+        assert results(text.encode()) == known
 
 
 def test_what_is_remembered_of_a_log_has_an_end() -> None:
@@ -116,8 +129,8 @@ def test_no_mark_can_begin_in_an_address() -> None:
     assert [mark for mark in marks if "0x" in mark] == []
 
 
-def found(text: bytes) -> str:
+def results(text: bytes) -> str:
     """All that is found in a log."""
-    groups = Groups()
-    LogSearch("log", groups).read(io.BytesIO(text))
-    return json.dumps([group.to_dict() for group in groups.ordered()])
+    found = groups.Groups()
+    LogSearch("log", found).read(io.BytesIO(text))
+    return json.dumps([group.to_dict() for group in found.ordered()])

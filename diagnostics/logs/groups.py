@@ -98,9 +98,9 @@ class Groups:
         self._collectives: dict[tuple[str, str], Collectives] = {}
         self.dropped = 0
 
-    def add_traceback(self, log: str, match: Match, traceback: Traceback) -> None:
+    def add_traceback(self, log: str, match: Match, signature: str, traceback: Traceback) -> None:
         """Count a traceback with what was printed before it."""
-        group = self._group(match, _signature(match[0], traceback), traceback.frames)
+        group = self._group(match, signature, traceback.frames)
         if group is None:
             return
         group.count_one(match[1], traceback.stream)
@@ -188,7 +188,8 @@ class Groups:
             self._collectives.setdefault((kind, group.signature), Collectives()).add(text)
 
 
-def _signature(kind: Kind, traceback: Traceback) -> str:
+def signature_of(kind: Kind, traceback: Traceback) -> str:
+    """What tracebacks that are counted as one have in common: the exception, the innermost calls and what the first cause was."""
     root = ""
     if traceback.cause is not None:
         root = next((f"; after {one.exception}" for one in traceback.cause.chain if one.exception), "")
@@ -198,8 +199,7 @@ def _signature(kind: Kind, traceback: Traceback) -> str:
     return f"{name}{': ' if message else ''}{message}{' in ' if names else ''}{names}{root}"
 
 
-# A 0 before an x may stand for another digit.
-_numberless = once_for_all_digits(lambda message: _NUMBERS.sub("#", message), re.compile(rb"0x"))
+_numberless = once_for_all_digits(lambda message: _NUMBERS.sub("#", message))
 
 
 def _evidence(log: str, traceback: Traceback) -> Evidence:

@@ -76,6 +76,11 @@ _WITH_DIGITS = {
 _DIGITS_MATTER = re.compile(any_of(re.sub(r"\d", "0", words) for words in _WITH_DIGITS).encode())
 
 
+def digits_matter(text: bytes) -> bool:
+    """Whether a mark with digits may be in a text that has 0 for each digit."""
+    return _DIGITS_MATTER.search(b"".join(text.split())) is not None
+
+
 def _gated(text: str) -> bool:
     """Whether one line has a trigger."""
     line = f"\n{text}".encode()
@@ -112,7 +117,7 @@ def of_traceback(traceback: Traceback) -> tuple[Match, bool]:
 def _hijacked(traceback: Traceback) -> bool:
     if traceback.truncated:
         return False
-    stack = _stack(traceback)
+    stack = stack_of(traceback)
     return bool(_HIJACKED.search(stack)) and not _OWN_TRACE.search(stack)
 
 
@@ -121,12 +126,13 @@ def _of_words(text: str, traceback: Traceback) -> list[Match]:
     candidates = _candidates(text)
     if not candidates:
         return []
-    stack = _stack(traceback)
+    stack = stack_of(traceback)
     fitting = ((kind, mark.sure) for kind, mark in candidates if not mark.stack or re.search(mark.stack, stack))
     return [_whose(match, traceback, stack) for match in fitting]
 
 
-def _stack(traceback: Traceback) -> str:
+def stack_of(traceback: Traceback) -> str:
+    """A line "file:function" for each frame."""
     return "\n".join([f"{file}:{function}" for file, _, function in traceback.frames])
 
 

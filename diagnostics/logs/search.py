@@ -11,14 +11,16 @@ from typing import BinaryIO
 
 from diagnostics.logs.dumps import Dump, DumpReader
 from diagnostics.logs.encodings import Unreadable
-from diagnostics.logs.groups import Groups
+from diagnostics.logs.groups import Groups, signature_of
 from diagnostics.logs.reader import Line, blocks, lines
-from diagnostics.logs.recognise import GATES, gated, of_dump, of_line, of_traceback
+from diagnostics.logs.recognise import GATES, Match, digits_matter, gated, of_dump, of_line, of_traceback, stack_of
+from diagnostics.logs.templates import MAX_TEXT, keep, zeroed
 from diagnostics.logs.traceback import Traceback
 from diagnostics.logs.tracebacks import TracebackReader
 
 _SWEEP_LINES = 5000
 _PIECE_BYTES = 2048
+_MAX_KNOWN = 512  # tracebacks
 _WRAPPED = 25  # characters, without what loggers put before: a terminal is not narrower
 
 
@@ -29,6 +31,7 @@ class LogSearch:
         self.log, self._groups = log, groups
         self._tracebacks, self._dumps = TracebackReader(), DumpReader()
         self._begun: tuple[Line, int] | None = None  # a line that may go on in the next one, and its number
+        self._known: dict[tuple[object, ...], tuple[Match, bool, str]] = {}
         self.lines = 0
         self.bytes = 0
 
@@ -104,14 +107,27 @@ class LogSearch:
         for traceback in tracebacks:
             if traceback.is_stack:
                 continue
-            match, needed_tail = of_traceback(traceback)
-            self._groups.add_traceback(self.log, match, traceback)
+            match, needed_tail, signature = self._recognised(traceback)
+            self._groups.add_traceback(self.log, match, signature, traceback)
             if not needed_tail:
                 self._take_tail(traceback)
         for dump in dumps:
             found = of_dump(dump)
             if found is not None:
                 self._groups.add_dump(self.log, found, dump)
+
+    def _recognised(self, traceback: Traceback) -> tuple[Match, bool, str]:
+        """Its kind, whether that needed the lines after its message, and its signature; once for all that are alike."""
+        if traceback.cause is not None or traceback.tail or len(traceback.message) > MAX_TEXT:
+            return _recognise(traceback)
+        message = zeroed(traceback.message.encode())
+        key = (traceback.exception, message, stack_of(traceback), traceback.truncated, traceback.interleaved)
+        known = self._known.get(key)
+        if known is None:
+            known = _recognise(traceback)
+            if not digits_matter(zeroed(traceback.head.encode())):
+                keep(self._known, key, known, _MAX_KNOWN)
+        return known
 
     def _take_tail(self, traceback: Traceback) -> None:
         """What followed the message was not a part of it, as far as is known."""
@@ -120,6 +136,11 @@ class LogSearch:
                 match = of_line(text)
                 if match is not None:
                     self._groups.add_line(self.log, match, number, one.stream, text)
+
+
+def _recognise(traceback: Traceback) -> tuple[Match, bool, str]:
+    match, needed_tail = of_traceback(traceback)
+    return match, needed_tail, signature_of(match[0], traceback)
 
 
 def read_log(path: Path, groups: Groups) -> LogSearch:

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 from diagnostics.logs.shapes import FRAME, DumpPart, Frame, Shape, Spans, shape_of, spans_of
 
 _T = TypeVar("_T")
+_Key = TypeVar("_Key")
 _ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _MAX_KNOWN = 4096  # texts of one kind
 MAX_TEXT = 500  # characters of what is remembered
@@ -24,18 +25,20 @@ _ADDRESS = re.compile(rb"""0x[0-9a-fA-F]+(?=[]>),'"])""")
 
 
 def zeroed(text: bytes) -> bytes:
-    """With 0 for each digit, those of an address included; as long as it was."""
+    """With 0 for each digit, those of an address included, and as long as it was; as it is where that would make an address."""
     zeros = text.translate(_ZEROS)
-    return _ADDRESS.sub(_zero_address, zeros) if b"0x" in zeros else zeros
+    if b"0x" not in zeros:
+        return zeros
+    return _ADDRESS.sub(_zero_address, zeros) if zeros.count(b"0x") == text.count(b"0x") else text
 
 
 def _zero_address(found: re.Match[bytes]) -> bytes:
     return b"0x" + b"0" * (len(found[0]) - 2)
 
 
-def keep(known: dict[bytes, _T], key: bytes, value: _T) -> _T:
+def keep(known: dict[_Key, _T], key: _Key, value: _T, most: int = _MAX_KNOWN) -> _T:
     """Remember it, and nothing else once there is too much: what is needed comes again."""
-    if len(known) >= _MAX_KNOWN:
+    if len(known) >= most:
         known.clear()
     known[key] = value
     return value
