@@ -14,13 +14,13 @@ from diagnostics.logs.encodings import Unreadable
 from diagnostics.logs.groups import Groups, signature_of
 from diagnostics.logs.reader import Line, blocks, lines
 from diagnostics.logs.recognise import GATES, Match, digits_matter, gated, of_dump, of_line, of_traceback, stack_of
-from diagnostics.logs.templates import MAX_TEXT, keep, zeroed
+from diagnostics.logs.templates import keep, zeroed
 from diagnostics.logs.traceback import Traceback
 from diagnostics.logs.tracebacks import TracebackReader
 
 _SWEEP_LINES = 5000
 _PIECE_BYTES = 2048
-_MAX_KNOWN = 512  # tracebacks
+_MAX_KNOWN, _MAX_KNOWN_BYTES = 512, 4000  # tracebacks, and what one of them says
 _WRAPPED = 25  # characters, without what loggers put before: a terminal is not narrower
 
 
@@ -118,14 +118,19 @@ class LogSearch:
 
     def _recognised(self, traceback: Traceback) -> tuple[Match, bool, str]:
         """Its kind, whether that needed the lines after its message, and its signature; once for all that are alike."""
-        if traceback.cause is not None or traceback.tail or len(traceback.message) > MAX_TEXT:
+        texts = [zeroed(one.text.encode()) for one in traceback.chain]
+        if sum(map(len, texts)) > _MAX_KNOWN_BYTES:
             return _recognise(traceback)
-        message = zeroed(traceback.message.encode())
-        key = (traceback.exception, message, stack_of(traceback), traceback.truncated, traceback.interleaved)
+        key = tuple(
+            [
+                (one.exception, text, stack_of(one), one.truncated, one.interleaved)
+                for one, text in zip(traceback.chain, texts, strict=True)
+            ]
+        )
         known = self._known.get(key)
         if known is None:
             known = _recognise(traceback)
-            if not digits_matter(zeroed(traceback.head.encode())):
+            if not any(digits_matter(text) for text in texts):
                 keep(self._known, key, known, _MAX_KNOWN)
         return known
 
