@@ -1,6 +1,7 @@
 """What is in torch's compile caches, and who wrote it? `python -m diagnostics.compile_cache COMMAND ...`.
 
-    inventory [FOLDER...]         parts, graphs, kernels, writers, damage, users and the state of each cache
+    inventory [FOLDER...]         parts, graphs, kernels, writers, damage, users and the state of each cache; with --runs DIR
+                                  how often the trainer's last runs hit it
     diff A B                      what came, went and was rewritten; A and B: folder, snapshot or inventory --json
     snapshot FILE                 a copy of the cache that can be restored where torch, Triton, Python, CPU and GPU are the same
     restore FILE [--yes]          put it in the cache's place; the old one goes into the trash beside it
@@ -15,9 +16,9 @@ where the system allows that.
 Exit codes: 0 fine · 1 found: a cache that is foreign, torn or contended, a difference, a snapshot of another environment, a
 cache in use · 2 bad usage or input, --yes is missing · 3 something could not be looked at: nothing was changed.
 
-Limits: a cache keeps no count of hits. What a C++ kernel was built for is known only through its graph. Some 0.6 s for a
-cache of 353 MB on a free core; from torch 2.14 on entries name no version but a hash of torch's sources, to compare which
-imports torch (5 s; not with --no-torch).
+Limits: a cache keeps no count of hits, only run logs of the trainer do. What a C++ kernel was built for is known only through
+its graph. Some 0.6 s for a cache of 353 MB on a free core; from torch 2.14 on entries name no version but a hash of torch's
+sources, to compare which imports torch (5 s; not with --no-torch).
 """
 
 from __future__ import annotations
