@@ -94,6 +94,7 @@ def _engines(sizes: Sizes, main: Topology | None) -> list[Step]:
                 what=f"training {topology}, processes",
                 command=(*_torchrun(topology), *_workload(sizes, topology), *_PLAIN),
                 seconds=sizes.seconds,
+                exit_codes=(0, 1),  # torchrun's own after SIGTERM, however well the ranks ended
             )
         )
     return found

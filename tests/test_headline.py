@@ -73,6 +73,7 @@ def test_a_step_is_kept_and_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("raise SystemExit(1)", {}, False, 1),
         ("raise SystemExit(1)", {"exit_codes": (1,)}, True, 0),  # a planted fault that is found
         (RESULT, {"exit_codes": (1,)}, False, 1),  # one that is not
+        ('print(\'{"tokens_per_second": 9.0, "fallbacks": 2}\')', {}, False, 1),  # fast, but not compiled
     ],
 )
 def test_a_step_does_as_expected_by_its_exit_code(
