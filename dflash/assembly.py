@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from dflash.modeling.target import (
     resolve_mask_token_id,
     text_config,
 )
+from dflash.modeling.tiles import tile_lists
 from dflash.modeling.warm_start import start_from_target
 from dflash.worker import DrafterModelWorker, TargetModelWorker, check_packing
 
@@ -57,6 +59,12 @@ class Parts:
     drafters: tuple[DrafterModelWorker, ...]
     skipped_examples: int
     validation_batches: int
+    tiles_of: int | None = None  # the drafter's block size where its mask is flex
+
+    def packed(self, number: int) -> PackedBatch:
+        """A training micro-batch on the CPU as a drafter takes it that gets its target states from elsewhere."""
+        batch = self.stream.batch(number)
+        return batch if self.tiles_of is None else dataclasses.replace(batch, tiles=tile_lists(batch, self.tiles_of))
 
     def validation_states(self) -> list[TargetStates]:
         """Target states of the held-out micro-batches, on the leading drafter's device."""
@@ -114,6 +122,7 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy, *, lea
         drafters=tuple(drafters),
         skipped_examples=len(stream.skipped),
         validation_batches=config.data.validation_batches,
+        tiles_of=tiles_of,
     )
 
 

@@ -94,7 +94,7 @@ class RanksEngine:
         """See `dflash.exchange.Engine`; made by the first target for all drafters."""
         if self._reader is not None:
             return self._reader.produce(number)
-        return self._receive(self._parts.stream.batch(number))
+        return self._receive(self._parts.packed(number))
 
     def validation_states(self) -> list[TargetStates]:
         """See `dflash.exchange.Engine`."""
@@ -180,7 +180,7 @@ class RanksEngine:
             self._ranks,
             self._ranks.roles,
             self._shape,
-            self._parts.stream.batch,
+            self._parts.packed,
             numbers=numbers,
             slots=slots,
             checksums=self._config.transport.checksums,
