@@ -71,7 +71,7 @@ def _merge(merged: _Merged, found: Finding) -> None:
 
 def _detail(found: Finding) -> str:
     """What tells findings of the same failure and threads apart: uncompiled calls are counted for each function."""
-    return found.what if found.id in {"F7", "skipped", "stance"} and found.severity != "info" else ""
+    return found.what if found.id in {"F7", "skipped", "mode", "stance"} and found.severity != "info" else ""
 
 
 def _explained(finding: Finding, errors: list[Finding]) -> bool:
@@ -145,6 +145,8 @@ def _fallback(seen: Observation) -> Finding:
     if why in {"limit", "skipped"}:
         failure = "F7" if why == "limit" else "skipped"
         return _finding(failure, "error", f"calls in {thread} ran uncompiled, because {seen.name}", seen)
+    if why == "mode":
+        return _finding("mode", "hazard", f"in {thread}, {seen.name}", seen)
     if why == "graph break":
         return _finding("skipped", "info", f"{seen.name}; what it calls may be compiled", seen)
     return _finding("F7", "error" if seen.where else "hazard", seen.name, seen)
