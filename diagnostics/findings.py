@@ -190,6 +190,16 @@ def _deadlock(seen: Observation) -> Finding:
     return dataclasses.replace(_finding("F8", "error", detail, seen), others=_other(holder, seen.fields["where_first"]))
 
 
+def _undone(seen: Observation) -> Finding:
+    other, compiler = seen.threads
+    if seen.name == "default dtype":
+        detail = f"{compiler} compiled and put back the default dtype that {other} had set meanwhile"
+        found = _finding("F16", "error", detail, seen)
+        return dataclasses.replace(found, others=_other(other, seen.fields["where_first"]))
+    detail = f"{compiler} compiled and put back the {seen.name}: what other threads drew meanwhile will be drawn again"
+    return _finding("F16", "hazard", detail, dataclasses.replace(seen, threads=(compiler,)))
+
+
 def _needless(seen: Observation) -> Finding | None:
     if match(seen.fields.get("reason", "")) != "F18":
         return None
@@ -222,4 +232,5 @@ _RULES: dict[str, Callable[[Observation], Finding | None]] = {
     "stance": _stance,
     "compile": _needless,
     "deadlock": _deadlock,
+    "undone": _undone,
 }

@@ -56,8 +56,7 @@ def test_it_listens_while_a_trace_is_in_progress_and_torchs_own_code_answers_aft
     assert (during, listens()) == ([True, True], False)
 
 
-@pytest.mark.usefixtures("log")
-def test_the_end_of_one_thread_s_trace_leaves_the_other_s_listened_to() -> None:
+def test_the_end_of_one_thread_s_trace_leaves_the_other_s_listened_to(log: Log) -> None:
     began, may_end = threading.Event(), threading.Event()
     other = threading.Thread(target=trace, args=(lambda: (began.set(), may_end.wait(60)),))
     with contextlib.ExitStack() as stack:
@@ -68,6 +67,7 @@ def test_the_end_of_one_thread_s_trace_leaves_the_other_s_listened_to() -> None:
         trace()
         assert listens()
     assert not listens()
+    assert log.observations() == ()  # what the other still needs is no leak
 
 
 @pytest.mark.usefixtures("log")

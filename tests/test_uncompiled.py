@@ -284,9 +284,12 @@ def test_nothing_of_the_counting_stays_in_python() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 
+    asked_in_each_compiled_call = torch._dynamo.eval_frame._callback_from_stance
+    torchs_code = asked_in_each_compiled_call.__code__
     with observed() as log:
         limited((2, 3), f)
         assert sys.getprofile() is None  # between compiled calls
+    assert asked_in_each_compiled_call.__code__ is torchs_code
     limited((4, 5), f)
     assert sys.getprofile() is None
     assert counted(log) == {("f", "MainThread"): 1}
