@@ -87,6 +87,12 @@ def nightly(session: nox.Session) -> None:
     _run(session, "-m", "regression.nightly", *session.posargs)
 
 
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def headline(session: nox.Session) -> None:
+    """The whole claim on one machine, command by command: `-- --output DIR --gpus 8`."""
+    _run(session, "-m", "regression.headline", *session.posargs)
+
+
 @nox.session(requires=["environment"], default=False)
 def otava(session: nox.Session) -> None:
     """Compare change points with those of Apache Otava, in an environment of its own: it pins an old numpy."""

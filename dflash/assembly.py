@@ -88,7 +88,8 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy, *, lea
     for number, ((target, _), device) in enumerate(zip(models, placement.targets, strict=True), placement.first_target):
         compiled = policy.compiled if config.compile.target else None
         runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl", compiled=compiled)
-        targets.append(TargetModelWorker(f"target-{number}", runner, stream, device, policy))
+        tiles_of = shape.block_size if config.drafter.attention == "flex" else None
+        targets.append(TargetModelWorker(f"target-{number}", runner, stream, device, policy, tiles_of=tiles_of))
     return Parts(
         shape=shape,
         stream=stream,

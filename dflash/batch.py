@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_Item = TypeVar("_Item", "PackedBatch", "TargetStates")
+_Item = TypeVar("_Item", "TileLists", "PackedBatch", "TargetStates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,28 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TileLists:
+    """Tiles of 128 queries x 128 keys in which something is visible: what a flex BlockMask is made of, by its names.
+
+    Filled by `dflash.modeling.tiles` on the CPU, moved with its batch. int32; Tq tiles of queries, Tk of keys; the first
+    `num_blocks` of a line's indices count.
+    """
+
+    kv_num_blocks: Tensor  # [R, 1, Tq], partly visible
+    kv_indices: Tensor  # [R, 1, Tq, Tk]
+    full_kv_num_blocks: Tensor  # [R, 1, Tq], all visible
+    full_kv_indices: Tensor  # [R, 1, Tq, Tk]
+    q_num_blocks: Tensor  # [R, 1, Tk], the same by tiles of keys
+    q_indices: Tensor  # [R, 1, Tk, Tq]
+    full_q_num_blocks: Tensor  # [R, 1, Tk]
+    full_q_indices: Tensor  # [R, 1, Tk, Tq]
+
+    def to(self, device: torch.device) -> TileLists:
+        """The same lists on `device`."""
+        return _tensors_to(self, device)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackedBatch:
     """One micro-batch of fixed shape. Filled by `dflash.data.packing` on the CPU, moved by the engine."""
 
@@ -49,6 +71,7 @@ class PackedBatch:
     index: int  # number of the micro-batch since the start of the run: orders queue and gradients
     position: Position
     num_tokens: int  # tokens that belong to a document; the rest of R*S is padding
+    tiles: TileLists | None = None  # of the drafter's flex mask, where it has been made ahead
 
     @property
     def num_padding_tokens(self) -> int:
@@ -66,7 +89,8 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device` (copies do not block the host)."""
-        return _tensors_to(self, device)
+        moved = _tensors_to(self, device)
+        return moved if self.tiles is None else dataclasses.replace(moved, tiles=self.tiles.to(device))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,8 @@ class Burner:
     def prepare(self) -> None:
         """Time one matmul on every idle GPU. The first step begins now."""
         for device in self._gpus:
-            self._matrices[device] = matrix = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=device)
+            # Random numbers: matmuls of zeros draw little power, and a GPU at its limit makes up for them by a faster clock.
+            self._matrices[device] = matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
             for count in (10, 50):  # the first round warms up
                 started = self._run(device, matrix, count)
             self._matmul_seconds[device] = (time.perf_counter() - started) / 50

@@ -5,6 +5,7 @@ Legend: R rows, S tokens, N anchors, B block size, K features, H hidden size.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from dflash.modeling.head_scores import Score, score
 from dflash.modeling.loss import draft_loss
 from dflash.modeling.masks import BlockLayout
 from dflash.modeling.target import FrozenEnds, TargetRunner
+from dflash.modeling.tiles import tile_lists
 from dflash.modeling.tree_estimate import DraftCounts
 
 
@@ -48,13 +50,22 @@ class TargetModelWorker:
     """Makes the target states of numbered micro-batches on one device."""
 
     def __init__(
-        self, name: str, runner: TargetRunner, stream: PackedStream, device: torch.device, policy: CompilePolicy
+        self,
+        name: str,
+        runner: TargetRunner,
+        stream: PackedStream,
+        device: torch.device,
+        policy: CompilePolicy,
+        *,
+        tiles_of: int | None = None,
     ) -> None:
+        """With `tiles_of`, the drafter's block size, the tiles of its flex mask are made while the device is busy."""
         self.name = name
         self.device = device
         self._policy = policy
         self._runner = runner
         self._stream = stream
+        self._tiles_of = tiles_of
 
     def produce(self, number: int) -> TargetStates:
         """The states of micro-batch `number`, complete on this worker's device."""
@@ -66,8 +77,10 @@ class TargetModelWorker:
             return self._run(batch)
 
     def _run(self, batch: PackedBatch) -> TargetStates:
-        batch = batch.to(self.device)
+        on_host, batch = batch, batch.to(self.device)
         features, final_hidden = self._runner.run(batch)
+        if self._tiles_of is not None:
+            batch = dataclasses.replace(batch, tiles=tile_lists(on_host, self._tiles_of).to(self.device))
         if self.device.type == "cpu":  # there the drafter runs without autocast, in fp32
             features, final_hidden = features.float(), None if final_hidden is None else final_hidden.float()
         synchronize(self.device)
@@ -169,10 +182,7 @@ class DrafterModelWorker:
         """
         batch, block_size = states.batch, self.shape.block_size
         ids, block_positions = block_inputs(batch, self.shape.mask_token_id, block_size)
-        layout = BlockLayout(
-            anchors=batch.anchors, anchor_valid=batch.anchor_valid, document_ids=batch.document_ids, block_size=block_size
-        )
-        mask = build_mask(layout, self._config.drafter.attention, self.device)
+        mask = build_mask(BlockLayout.of(batch, block_size), self._config.drafter.attention, self.device)
         with torch.no_grad():
             embeds = self.ends.embed(ids)
         with self._autocast():

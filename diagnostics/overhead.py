@@ -2,12 +2,13 @@
 
 Three pieces of work are timed with and without probes: a call of a compiled function, a call of an `nn.Module`, and a training
 step (forward, backward, AdamW) of a compiled MLP. A round times three short stretches, one after the other: without probes, with
-them, and without again, in one order and then in the reverse; attaching and a warm-up are outside the clock. Of each side the
-fastest tenth of its timings counts: what else the machine does makes them slower, never faster. Rounds fall into groups;
-what is printed is the median over groups, and the least and the greatest.
+them, and without again, in one order and then in the reverse; attaching and a warm-up are outside the clock. Of a stretch its
+fastest timing counts: what else the machine does makes it slower, never faster. A round says what the stretch with probes took
+more than the mean of the two beside it, which a machine that drifts does not change; what is printed is the median over rounds
+and the interval that holds it with 95 % certainty, whatever the distribution (order statistics).
 
-The two sides without probes are compared in the same way, which is the noise floor: it would be zero on a perfect machine, and
-differences within it mean nothing. The load of the machine is printed, too.
+The two stretches without probes are compared in the same way, which is the noise floor: it would be zero on a perfect machine,
+and differences within it mean nothing. The load of the machine is printed, too.
 
 Goals are printed beside the measurements and decide nothing. Exit codes: 0 measured, 2 bad usage, 3 a probe was not attached, or
 something was compiled under the clock.
@@ -21,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import itertools
 import json
 import math
 import os
@@ -46,11 +46,10 @@ _WIDTH, _LAYERS = 256, 8  # of the MLP
 _PROBING_ROWS = 64  # of the step that the number of rows is chosen by
 _WARM_UP_CALLS = 50  # or as many as a stretch has; the interpreter adapts to a function anew when its code has changed
 _TIMINGS = 10  # of calls, in a stretch: a few milliseconds each, which fit between the turns of other programs
-_GROUPS = 5
+_STEP_TIMINGS = 3  # of training steps
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
-
-_Side = list[list[float]]  # the timings of each round
+_NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Row:
-    """One work's cost per call, in `unit`; `added` and `floor`, in `goal_unit`, are (least, median, greatest) over groups."""
+    """One work's cost per call, in `unit`; `added` and `floor`, in `goal_unit`, are the median's lower end, itself, upper end."""
 
     name: str
     unit: str
@@ -88,8 +87,8 @@ class Row:
         """Whether the goal is met, as far as the noise floor lets this be said."""
         if max(map(abs, self.floor)) > self.goal:
             return "noise above the goal"
-        least, _, greatest = self.added
-        return "met" if greatest < self.goal else "not met" if least > self.goal else "undecided"
+        low, _, high = self.added
+        return "met" if high < self.goal else "not met" if low > self.goal else "undecided"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[yellow]not observed[/]: {escape(sentence)}", highlight=False)
     if options.json is not None:
         content = {
-            "version": 2,
+            "version": 3,
             "torch": torch.__version__,
             "clock": options.clock,
             "load": [load_before, _load()],
@@ -129,27 +128,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(work: Work, rounds: int, not_observed: dict[str, None]) -> Row:
     """Time `work` with and without probes; sentences of probes that were not attached go to `not_observed`."""
     gc.collect()
-    first: _Side = []
-    probed: _Side = []
-    second: _Side = []
-    for number in range(rounds):
-        stretches = [_timed(work), _observed(work, not_observed), _timed(work)]
-        before, with_probes, after = stretches if number % 2 else stretches[::-1]
-        first.append(before)
-        probed.append(with_probes)
-        second.append(after)
-    without, with_them = _fastest([*first, *second]), _fastest(probed)
+    before: list[float] = []
+    probed: list[float] = []
+    after: list[float] = []
+    for _ in range(rounds // 2):
+        for sides in ((before, probed, after), (after, probed, before)):
+            for side in sides:
+                side.append(min(_observed(work, not_observed) if side is probed else _timed(work)))
     return Row(
         name=work.name,
         unit=work.unit,
-        without=without,
-        with_probes=with_them,
-        added=_compared(work, [first, second], [probed]),
-        floor=_compared(work, [first], [second]),
+        without=statistics.median([*before, *after]),
+        with_probes=statistics.median(probed),
+        added=_added(work, [(one + other) / 2 for one, other in zip(before, after, strict=True)], probed),
+        floor=_added(work, before, after),
         goal=work.goal,
         goal_unit="%" if work.is_percent else work.unit,
         calls=work.calls,
-        rounds=rounds,
+        rounds=len(probed),
     )
 
 
@@ -191,7 +187,9 @@ def training_step(steps: int, step_seconds: float) -> Work:
     rows = max(1, round(_PROBING_ROWS * max(0.0, step_seconds - fixed) / max(1e-9, whole - fixed)))
     forward = torch.compile(model, backend="aot_eager")
     x = torch.randn(rows, _WIDTH)
-    return Work(f"training step, {rows} rows", lambda: step(x), steps, "ms", 1e-3, goal=0.5, is_percent=True)
+    return Work(
+        f"training step, {rows} rows", lambda: step(x), steps, "ms", 1e-3, goal=0.5, is_percent=True, timings=_STEP_TIMINGS
+    )
 
 
 def _observed(work: Work, not_observed: dict[str, None]) -> list[float]:
@@ -226,20 +224,15 @@ def _timed(work: Work) -> list[float]:
     return [each / work.calls / work.seconds_per_unit for each in seconds]
 
 
-def _fastest(side: _Side) -> float:
-    """Mean of the fastest tenth of the timings."""
-    timings = sorted(itertools.chain.from_iterable(side))
-    return statistics.fmean(timings[: math.ceil(len(timings) / 10)])
-
-
-def _compared(work: Work, before: list[_Side], after: list[_Side]) -> tuple[float, float, float]:
-    """What the sides of `after` add to those of `before`, by group of rounds: least, median, greatest."""
-    groups = min(_GROUPS, len(before[0]))
-    added = []
-    for group in range(groups):
-        less, more = (_fastest([timings for side in sides for timings in side[group::groups]]) for sides in (before, after))
-        added.append(100 * (more / less - 1) if work.is_percent else more - less)
-    return min(added), statistics.median(added), max(added)
+def _added(work: Work, less: Sequence[float], more: Sequence[float]) -> tuple[float, float, float]:
+    """What the rounds of `more` add to those of `less`: the median, between the ends of its 95 % interval."""
+    added = sorted(
+        100 * (with_it / without - 1) if work.is_percent else with_it - without
+        for without, with_it in zip(less, more, strict=True)
+    )
+    middle, reach = (len(added) - 1) / 2, _NORMAL_95 * math.sqrt(len(added)) / 2
+    low, high = max(0, math.floor(middle - reach)), min(len(added) - 1, math.ceil(middle + reach))
+    return added[low], statistics.median(added), added[high]
 
 
 def _load() -> str:
@@ -251,9 +244,7 @@ def _load() -> str:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    title = (
-        "What the probes add while nothing traces (fastest tenth of the timings; least and greatest of the groups in brackets)"
-    )
+    title = "What the probes add while nothing traces (median over rounds; its 95 % interval in brackets)"
     headers = ("work", "without", "with", "added", "noise floor", "goal", "verdict")
     cells = (
         (
@@ -271,8 +262,8 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _range(values: tuple[float, float, float], unit: str) -> str:
-    least, median, greatest = values
-    return f"{median:+.3f} [{least:+.3f}, {greatest:+.3f}] {unit}"
+    low, median, high = values
+    return f"{median:+.3f} [{low:+.3f}, {high:+.3f}] {unit}"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -280,14 +271,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m diagnostics.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
-    parser.add_argument("--rounds", type=int, default=200, help="of three stretches each (default 200)")
+    parser.add_argument("--rounds", type=int, default=200, help="of three stretches each, an even number (default 200)")
     parser.add_argument("--calls", type=int, default=100, help="compiled and module calls in one timing (default 100)")
     parser.add_argument("--steps", type=int, default=1, help="training steps in one timing (default 1)")
     parser.add_argument("--clock", choices=tuple(_CLOCKS), default="wall", help="default wall; cpu on a busy machine")
     parser.add_argument("--step-milliseconds", type=float, default=20.0, help="about how long a step takes (default 20)")
     options = parser.parse_args(arguments)
-    if min(options.calls, options.steps) < 1 or options.step_milliseconds <= 0 or options.rounds < 2:
-        parser.error("use at least 2 --rounds, 1 --calls, 1 --steps, and --step-milliseconds above 0")
+    if min(options.calls, options.steps) < 1 or options.step_milliseconds <= 0 or options.rounds < 2 or options.rounds % 2:
+        parser.error("use an even number of --rounds, at least 1 --calls, 1 --steps, and --step-milliseconds above 0")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: there is no directory {options.json.absolute().parent}")
     return options

@@ -6,8 +6,10 @@ threads) stays with it, so a pair is one sample however many turns it has, and t
 
 The throughput of a side is the tokens of its turns over their time; a turn counts from the first end of a step in it to the
 last, so neither a step that was interrupted nor the first, on cold caches, counts. Needs SIGSTOP (not Windows). A side can be any
-commit that knows `train --measure`: the run learns nothing of turns. Known limits: work already queued on a GPU goes on for
-that moment after its process was stopped, into the time that does not count; clocks inside a run see the pauses.
+commit that knows `train --measure`: the run learns nothing of turns. The environment's fingerprint is not compared before and
+after a pair: its processes load everything within the same seconds, and the next pair loads it anew for both. Known limits: work
+already queued on a GPU goes on for that moment after its process was stopped, into the time that does not count; clocks inside a
+run see the pauses.
 """
 
 from __future__ import annotations

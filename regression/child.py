@@ -112,6 +112,11 @@ class Running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
+    def ask_to_end(self) -> None:
+        """Send SIGTERM to the command alone, which ends what it has started in its own way."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
     def output(self, timeout_seconds: float) -> tuple[int, bytes]:
         """Wait for the end; exit code and standard output. Raises ChildFailed after `timeout_seconds`."""
         try:

@@ -3,8 +3,9 @@
     python -m regression.cold_starts --policies none,force,lock,prewarm,isolate --starts 20
 
 Each start is a fresh process with an empty compile cache, in which drafter threads meet their first micro-batches. Policies
-take turns, so that a busy minute of the machine meets all of them. Exit code 0 when every start of `--must-hold` (default:
-prewarm and isolate) was clean, else 1.
+take turns, so that a busy minute of the machine meets all of them; `--at-once N` starts so many together: more starts an hour,
+and times that only compare policies. The file of `--json` grows with every start.
+Exit code 0 when every start of `--must-hold` (default: prewarm and isolate) was clean, else 1.
 
 | outcome | meaning |
 |---|---|
@@ -21,7 +22,6 @@ the last half of the steps.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -29,7 +29,8 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dflash.files import write_whole
 from regression.child import ChildFailed, run_json
 
 POLICIES = ("none", "force", "lock", "prewarm", "isolate")
@@ -65,14 +67,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     console = Console(stderr=True)
     starts: list[Start] = []
-    for number, policy in _turns(options.policies, options.starts):
-        start = cold_start(policy, _command(options), timeout_seconds=options.timeout_seconds)
-        starts.append(start)
-        console.print(f"{number + 1}/{options.starts} {policy}: {start.outcome} {start.reason}", highlight=False, soft_wrap=True)
+
+    def one(policy: str) -> Start:
+        return cold_start(policy, _command(options), timeout_seconds=options.timeout_seconds)
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for start in pool.map(one, (policy for _ in range(options.starts) for policy in options.policies)):
+            starts.append(start)
+            number = sum(other.policy == start.policy for other in starts)
+            told = f"{number}/{options.starts} {start.policy}: {start.outcome} {start.reason}"
+            console.print(told, highlight=False, soft_wrap=True)
+            if options.json:
+                values = {"command": _command(options), "at_once": options.at_once, "starts": [vars(each) for each in starts]}
+                write_whole(options.json, json.dumps(values, indent=1).encode())
     console.print(_table(starts, options.policies))
-    values = {"command": _command(options), "starts": [dataclasses.asdict(start) for start in starts]}
-    if options.json:
-        options.json.write_text(json.dumps(values, indent=1))
     print(json.dumps(summary(starts, options.policies)))  # noqa: T201 - the command's result
     failed = [start for start in starts if start.policy in options.must_hold and start.outcome != "clean"]
     return 1 if failed else 0
@@ -143,10 +151,6 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _turns(policies: Sequence[str], starts: int) -> Iterator[tuple[int, str]]:
-    return ((number, policy) for number in range(starts) for policy in policies)
-
-
 def _line_after(text: str, words: str) -> str:
     lines = text[text.index(words) :].splitlines()
     return lines[1].strip("- ") if len(lines) > 1 else words
@@ -169,6 +173,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", type=names, default=POLICIES, help=f"default {','.join(POLICIES)}")
     parser.add_argument("--must-hold", type=names, default=MUST_HOLD, help=f"default {','.join(MUST_HOLD)}")
     parser.add_argument("--starts", type=int, default=20, help="of each policy (default 20)")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="processes that start at one time (default 1)")
     parser.add_argument("--topology", default="1t+3d")
     parser.add_argument("--devices", default="cpu", help='"cpu", or as in the trainer: "cuda:0,cuda:0,cuda:0,cuda:0"')
     parser.add_argument("--steps", type=int, default=20)
@@ -178,8 +183,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("train_flags", nargs="*", help="further flags of the trainer, after --")
     options = parser.parse_args(arguments)
     unknown = set(options.policies) - {*POLICIES, "eager"}
-    if unknown or options.starts < 1:
-        asked = f"--policies {','.join(options.policies)} --starts {options.starts}"
+    if unknown or min(options.starts, options.at_once) < 1:
+        asked = f"--policies {','.join(options.policies)} --starts {options.starts} --at-once {options.at_once}"
         parser.error(f"{asked}: policies are {', '.join(POLICIES)} and eager, and there must be at least one start")
     return options
 

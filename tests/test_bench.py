@@ -19,10 +19,10 @@ from dflash.modeling.work import drafter_step_tflop, target_forward_tflop
 from dflash.worker import DrafterModelWorker
 from regression import baseline
 from regression.bench import __main__ as front
-from regression.bench import drafter_step, scaling, settings
+from regression.bench import drafter_step, scaling, settings, transport
 from regression.bench.figures import Figure, Result, table
 from regression.bench.settings import Settings
-from regression.child import ChildFailed
+from regression.child import ChildFailed, ChildResult
 
 CPU = torch.device("cpu")
 TINY = Settings(shape="tiny", device=CPU, rounds=1)
@@ -186,3 +186,21 @@ def test_one_size_at_a_time_is_multiplied(axis: str) -> None:
 
     changed = [after / before for before, after in zip(sizes(1), sizes(4), strict=True)]
     assert changed == [4.0 if name == axis else 1.0 for name in scaling.AXES]
+
+
+def test_the_transport_is_compared_with_the_link_and_its_goal_is_of_the_real_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"bytes": 8 * 2**20, "link_seconds": 0.09, "transport_seconds": 0.1, "devices": "cpu, Gloo", "rounds": 3}
+    commands: list[list[str]] = []
+
+    def two_ranks(command: list[str], **_: Any) -> ChildResult:
+        commands.append(command)
+        return ChildResult(returncode=0, result=found, seconds=1.0, stderr_tail="")
+
+    monkeypatch.setattr(transport, "run_json", two_ranks)
+    figures = {one.name: one for one in transport.measure(TINY).figures}
+    assert figures["transport over link"].value == pytest.approx(0.9)
+    assert figures["transport over link"].goal is None
+    assert figures["transport"].share_of_ceiling == pytest.approx(0.9)
+    assert commands[0][commands[0].index("--nproc-per-node") + 1] == "2"
+    real = transport.measure(Settings(shape="qwen3-8b", device=CPU, rounds=1))
+    assert next(one for one in real.figures if one.name == "transport over link").meets_goal

@@ -12,6 +12,7 @@ from fixtures.case_study.steps import SLOWER, Seen, Step, exit_code, judge, outc
 from fixtures.case_study.torch_flag import why_not_shown
 
 HEALTHY, CRASH, BYPASSED, WARM_UP, ISOLATED, *TRAINERS = steps("cpu")
+BYPASSED_ON_GPU = steps("cuda:0")[2]
 FX = "RuntimeError: Detected that you are using FX to symbolically trace a dynamo-optimized function."
 
 
@@ -54,6 +55,10 @@ def uncompiled(rate: float, *ids: str, late_call: str = "uncompiled") -> Seen:
         (BYPASSED, seen("mixed", "F2", "F6", late_call="uncompiled"), "deviates"),
         (ISOLATED, seen("crash", "F1", error=FX), "deviates"),
         (ISOLATED, seen("hang"), "deviates"),
+        (BYPASSED, seen("hang", "F8"), "deviates"),  # autograd has no device thread on a CPU
+        (BYPASSED_ON_GPU, seen("hang", "F2", "F8"), "as told"),
+        (BYPASSED_ON_GPU, seen("hang", "F2"), "deviates"),  # nobody said why
+        (BYPASSED_ON_GPU, uncompiled(30.0, "F2"), "as told"),
     ],
 )
 def test_a_step_is_as_told_only_with_its_outcome_its_findings_and_its_rate(step: Step, what: Seen, expected: str) -> None:
@@ -179,3 +184,10 @@ def test_the_crash_is_replayed_or_said_to_be_gone(tmp_path: Path, capsys: pytest
         assert {"module_call_wrapper", "compile_wrapper"} <= {frame.split()[-1] for frame in row["facts"]["frames"]}
         assert "F1" in {found["id"] for found in row["findings"]}
     assert json.loads(capsys.readouterr().out)["verdicts"] == {"2 cache deleted": row["verdict"]}
+
+
+def test_a_step_that_hangs_is_ended_and_its_deadlock_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "LOOK_SECONDS", 2.0)
+    found = replay._play(Step(name="deadlock", done="waits for itself", program=("tests/programs/deadlock.py",)))
+    assert (found.outcome, found.tokens_per_second) == ("hang", None)
+    assert "F8" in found.errors

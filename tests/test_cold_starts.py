@@ -1,4 +1,5 @@
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,19 @@ def test_one_failure_of_a_policy_that_must_hold_fails_the_command(monkeypatch: p
     monkeypatch.setattr(cold_starts, "cold_start", crash)
     assert cold_starts.main(["--policies", "none", "--starts", "1"]) == 0
     assert cold_starts.main(["--policies", "isolate", "--starts", "1"]) == 1
+
+
+def test_starts_at_one_time_are_all_counted_and_policies_still_take_turns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    together = threading.Barrier(2, timeout=30.0)  # breaks unless two run at one time
+
+    def clean(policy: str, _command: object, *, timeout_seconds: float) -> Start:  # noqa: ARG001 - the real signature
+        together.wait()
+        return Start(policy=policy, outcome="clean", reason="", seconds_to_full_speed=1.0, tokens_per_second=2.0)
+
+    monkeypatch.setattr(cold_starts, "cold_start", clean)
+    flags = ["--policies", "lock,prewarm", "--starts", "3", "--at-once", "2", "--json", str(tmp_path / "out.json")]
+    assert cold_starts.main(flags) == 0
+    assert {policy: row["clean"] for policy, row in json.loads(capsys.readouterr().out).items()} == {"lock": 3, "prewarm": 3}
+    assert [start["policy"] for start in json.loads((tmp_path / "out.json").read_text())["starts"]] == ["lock", "prewarm"] * 3

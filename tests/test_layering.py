@@ -28,6 +28,7 @@ ARROWS = {
         "diagnostics.triage",
         "diagnostics.timeline",
         "dflash.config",
+        "dflash.files",
         "diagnostics.environments.differences",
     ),
     "fixtures": ("fixtures", "dflash"),

@@ -1,18 +1,29 @@
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modeling_batches import random_tensor
+from modeling_batches import packed_batch, random_tensor
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from dflash.config import ConfigError
+from dflash.batch import PackedBatch
+from dflash.compile_policy import CompilePolicy
+from dflash.config import CompileConfig, ConfigError
+from dflash.data.packing import PackedStream
+from dflash.modeling import tiles
 from dflash.modeling.attention import attend, build_mask
-from dflash.modeling.masks import TILE, BlockLayout, dense_mask, flex_mask, predicate
+from dflash.modeling.masks import BlockLayout, dense_mask, flex_mask, predicate
+from dflash.modeling.target import TargetRunner
+from dflash.modeling.tiles import TILE, tile_lists
+from dflash.worker import TargetModelWorker
 
 
 def visible(layout: BlockLayout, row: int, query: int, key: int) -> bool:
@@ -99,6 +110,47 @@ def test_flex_mask_has_the_tiles_that_torch_finds_by_evaluating_every_pair(layou
         assert getattr(ours, index).dtype == getattr(theirs, index).dtype
         chosen = torch.arange(getattr(ours, index).shape[-1]) < getattr(ours, count).unsqueeze(-1)
         assert torch.equal(getattr(ours, index)[chosen], getattr(theirs, index)[chosen]), index
+
+
+@given(large_layouts())
+@settings(max_examples=20, deadline=None)
+def test_the_visible_pairs_of_every_tile_are_counted_exactly(layout: BlockLayout) -> None:
+    seen = dense_mask(layout)[:, 0].double()
+    seen = F.pad(seen, (0, -seen.shape[2] % TILE, 0, -seen.shape[1] % TILE))
+    expected = seen.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE)).sum((2, 4))
+    rows = zip(layout.anchors.numpy(), layout.anchor_valid.numpy(), layout.document_ids.numpy(), strict=True)
+    found = [tiles._visible_pairs(*row, layout.block_size) for row in rows]
+    assert np.array_equal(found, expected.numpy())
+
+
+def test_a_mask_takes_the_tiles_that_its_batch_brings() -> None:
+    batch = packed_batch([[90, 200], [128]], length=300, anchors=[[3, 89, 90, 250], [127]], num_anchors=4)
+    lists = tile_lists(batch, 16)
+    made = flex_mask(BlockLayout.of(batch, 16))
+    carried = flex_mask(BlockLayout.of(dataclasses.replace(batch, tiles=lists), 16).to("cpu"))
+    for name, tensor in vars(lists).items():
+        assert torch.equal(getattr(made, name), tensor), name
+        assert getattr(carried, name) is tensor, name
+
+
+class NoTarget:
+    """Stands in for a target's runner."""
+
+    def run(self, batch: PackedBatch) -> tuple[Tensor, None]:
+        return torch.zeros(*batch.input_ids.shape, 2), None
+
+
+@pytest.mark.parametrize("tiles_of", [None, 16])
+def test_a_target_makes_the_tiles_of_its_drafters_masks(tiles_of: int | None) -> None:
+    batch = packed_batch([[90, 200]], length=300, anchors=[[3, 89]], num_anchors=4)
+    policy = CompilePolicy(CompileConfig(policy="none"), num_drafters=1)
+    runner, stream = cast("TargetRunner", NoTarget()), cast("PackedStream", None)
+    worker = TargetModelWorker("target-0", runner, stream, torch.device("cpu"), policy, tiles_of=tiles_of)
+    found = worker.run(batch).batch.tiles
+    assert (found is None) == (tiles_of is None)
+    if found is not None:
+        expected = vars(tile_lists(batch, 16))
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in vars(found).items())
 
 
 def test_flex_mask_of_a_long_document_has_full_partial_and_empty_tiles() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +50,8 @@ def clocked(seconds: Iterator[float], *, goal: float) -> overhead.Row:
 
 
 def test_what_the_probes_add_is_told_from_what_the_machine_does() -> None:
-    disturbed = itertools.cycle((10.0, 12.0, 10.0, 50.0, 12.0, 70.0, 10.0, 90.0, 10.0))  # 12: with probes
+    calm = (10.0, 12.0, 10.0)  # 12: with probes
+    disturbed = itertools.cycle((*calm * 3, 50.0, 12.0, 70.0, *calm * 3, 10.0, 90.0, 10.0))
     row = clocked(disturbed, goal=1.0)
     assert (row.without, row.with_probes, row.added[1]) == (10.0, 12.0, 2.0)
     assert row.verdict == "not met"
@@ -56,8 +59,22 @@ def test_what_the_probes_add_is_told_from_what_the_machine_does() -> None:
 
 
 def test_nothing_is_said_of_a_goal_below_the_noise_floor() -> None:
-    drifting = itertools.chain.from_iterable((10.0 + n, 10.0 + n, 10.0 + n * (n % 3)) for n in itertools.count())
-    assert clocked(drifting, goal=0.01).verdict == "noise above the goal"
+    noisy = itertools.cycle((10.0, 10.0, 13.0, 10.0, 10.0, 11.0, 12.0, 10.0, 10.0))
+    assert clocked(noisy, goal=0.01).verdict == "noise above the goal"
+
+
+def test_a_machine_that_drifts_adds_nothing() -> None:
+    row = clocked((10.0 + 0.25 * n for n in itertools.count()), goal=0.125)
+    assert row.added == (0.0, 0.0, 0.0)
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+    generator = random.Random(0)
+    work, held = overhead.Work("drawn", lambda: None, 1, "s", 1.0, goal=1.0), 0
+    for _ in range(400):
+        low, _, high = overhead._added(work, [0.0] * 60, [generator.expovariate(1.0) for _ in range(60)])
+        held += low <= math.log(2.0) <= high
+    assert 0.93 < held / 400 < 0.985
 
 
 def test_a_compile_under_the_clock_is_said() -> None:
@@ -71,7 +88,9 @@ def test_a_compile_under_the_clock_is_said() -> None:
     assert any("was compiled under the clock" in sentence for sentence in sentences)
 
 
-@pytest.mark.parametrize("wrong", [["--rounds", "1"], ["--calls", "0"], ["--step-milliseconds", "0"], ["--json", "no/such/x"]])
+@pytest.mark.parametrize(
+    "wrong", [["--rounds", "1"], ["--rounds", "3"], ["--calls", "0"], ["--step-milliseconds", "0"], ["--json", "no/such/x"]]
+)
 def test_bad_usage_is_refused(wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         overhead.main(wrong)

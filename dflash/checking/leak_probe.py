@@ -25,6 +25,7 @@ from dflash.checking.subject import Subject
 from dflash.data.anchors import eligible_anchors
 from dflash.data.packing import PackedStream
 from dflash.modeling import masks
+from dflash.modeling.tiles import TILE
 
 TARGET_TOLERANCE = 0.02  # median relative change of a token's features; rounding in bf16 stays below
 
@@ -150,8 +151,8 @@ def _anchor_checks(stream: PackedStream) -> Iterator[Check]:
 def _tile_overhang(batch: PackedBatch) -> Check:
     """Kernels ask the mask about queries and keys up to the next multiple of a tile: beyond the last, nothing is visible."""
     layout = masks.BlockLayout(batch.anchors, batch.anchor_valid, batch.document_ids, block_size=3)
-    query = torch.arange(layout.num_queries, layout.num_queries + masks.TILE).view(1, 1, -1, 1)
-    key = torch.arange(layout.num_keys + masks.TILE).view(1, 1, 1, -1)
+    query = torch.arange(layout.num_queries, layout.num_queries + TILE).view(1, 1, -1, 1)
+    key = torch.arange(layout.num_keys + TILE).view(1, 1, 1, -1)
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     try:
         seen = bool(masks.predicate(layout)(zero, zero, query, key).any())

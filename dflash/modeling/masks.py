@@ -11,20 +11,18 @@ own block, because a row of a softmax that sees nothing is NaN in some kernels a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from dflash.batch import PackedBatch
+from dflash.batch import PackedBatch, TileLists
+from dflash.modeling.tiles import TILE, lists_of
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-# Flex kernels work on tiles of this many queries and keys. A smaller tile, such as the block size, is refused by the kernels.
-TILE = 128
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,19 @@ class BlockLayout:
     anchor_valid: Tensor  # [R, N] bool
     document_ids: Tensor  # [R, S] int64, -1 on padding
     block_size: int  # B, the anchor included
+    tiles: TileLists | None = None  # made ahead for this layout
 
     @classmethod
     def of(cls, batch: PackedBatch, block_size: int) -> BlockLayout:
-        """The layout of a packed batch, on the batch's device."""
-        return cls(batch.anchors, batch.anchor_valid, batch.document_ids, block_size)
+        """The layout of a packed batch, on the batch's device. Tiles that it carries are of the run's one block size."""
+        return cls(batch.anchors, batch.anchor_valid, batch.document_ids, block_size, batch.tiles)
 
     def to(self, device: torch.device | str) -> BlockLayout:
         """The same layout on `device`."""
-        return BlockLayout(self.anchors.to(device), self.anchor_valid.to(device), self.document_ids.to(device), self.block_size)
+        device = torch.device(device)
+        tiles = None if self.tiles is None else self.tiles.to(device)
+        moved = self.anchors.to(device), self.anchor_valid.to(device), self.document_ids.to(device)
+        return BlockLayout(*moved, self.block_size, tiles)
 
     @property
     def num_queries(self) -> int:
@@ -94,46 +96,14 @@ def flex_mask(layout: BlockLayout) -> BlockMask:
     """The predicate as a BlockMask of 128 x 128 tiles, the same for all heads; for flex_attention.
 
     Equal to torch's create_block_mask(predicate(layout)), which evaluates all Q * T pairs (100 million for a row of 4096
-    tokens and 512 anchors of 16). Here all queries of a block share one row of the context, so B times fewer are evaluated.
+    tokens and 512 anchors of 16). Lists that the layout lacks are made here, on the CPU, which waits for the layout's device.
     """
-    counts = _visible_pairs(layout)
-    partial, full = (counts > 0) & (counts < TILE * TILE), counts == TILE * TILE
-    partial_count, partial_index = _ordered(partial)
-    full_count, full_index = _ordered(full)
-    return BlockMask.from_kv_blocks(
-        partial_count,
-        partial_index,
-        full_count,
-        full_index,
-        BLOCK_SIZE=TILE,
-        mask_mod=predicate(layout),
+    tiles = layout.tiles or lists_of(
+        layout.anchors.cpu().numpy(), layout.anchor_valid.cpu().numpy(), layout.document_ids.cpu().numpy(), layout.block_size
+    ).to(layout.anchors.device)
+    return BlockMask(
         seq_lengths=(layout.num_queries, layout.num_keys),
+        **{f.name: getattr(tiles, f.name) for f in dataclasses.fields(tiles)},
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=predicate(layout),
     )
-
-
-def _visible_pairs(layout: BlockLayout) -> Tensor:
-    """Visible pairs in every tile, [R, 1, query tiles, key tiles]; float64, exact and untouched by autocast."""
-    device = layout.document_ids.device
-    num_context, num_slots = layout.document_ids.shape[1], layout.anchors.shape[1]
-    key_tiles = torch.arange(-(-layout.num_keys // TILE), device=device)
-    query_tiles = torch.arange(-(-layout.num_queries // TILE), device=device)
-    slots = torch.arange(num_slots, device=device)
-    row = torch.arange(layout.document_ids.shape[0], device=device).view(-1, 1, 1, 1)
-    context = predicate(layout)(row, row, slots.view(1, 1, -1, 1) * layout.block_size, torch.arange(num_context, device=device))
-    context = F.pad(context, (0, len(key_tiles) * TILE - num_context))
-    context = context.view(*context.shape[:-1], -1, TILE).sum(-1)
-    of_query = context + _overlap(num_context + slots * layout.block_size, layout.block_size, key_tiles)
-    queries = _overlap(slots * layout.block_size, layout.block_size, query_tiles)
-    return queries.T.double() @ of_query.double()
-
-
-def _overlap(starts: Tensor, length: int, tiles: Tensor) -> Tensor:
-    """How many of the `length` places from each start lie in each tile, [starts, tiles]."""
-    first = starts.unsqueeze(-1)
-    shared: Tensor = torch.minimum(first + length, (tiles + 1) * TILE) - torch.maximum(first, tiles * TILE)
-    return shared.clamp(min=0)
-
-
-def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of chosen key tiles of every query tile, and all key tiles with the chosen ones first, int32."""
-    return tiles.sum(-1, dtype=torch.int32), tiles.int().argsort(dim=-1, descending=True, stable=True).int()

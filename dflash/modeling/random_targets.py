@@ -1,4 +1,4 @@
-"""Configurations of targets with random weights: one tiny model of each family, and one real size for measuring.
+"""Configurations of targets with random weights: one tiny model of each family, and two real sizes for measuring.
 
 The tiny ones have 8 layers, so that the default rule finds 5 different ones, and windows, experts and linear layers small
 enough to matter in a text of a few dozen tokens.
@@ -81,23 +81,31 @@ def _qwen3_5() -> Qwen3_5TextConfig:
     )  # fmt: skip
 
 
-def _qwen3_8b() -> Qwen3Config:
+def _qwen3_dense(*, hidden_size: int, intermediate_size: int, num_hidden_layers: int, num_attention_heads: int) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=num_attention_heads,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40_960,
         rms_norm_eps=1e-6,
         rope_parameters=_rope(1_000_000.0),
-        max_window_layers=36,
+        max_window_layers=num_hidden_layers,
         tie_word_embeddings=False,
         bos_token_id=151_643,
         eos_token_id=151_645,
     )
+
+
+def _qwen3_8b() -> Qwen3Config:
+    return _qwen3_dense(hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32)
+
+
+def _qwen3_32b() -> Qwen3Config:
+    return _qwen3_dense(hidden_size=5120, intermediate_size=25_600, num_hidden_layers=64, num_attention_heads=64)
 
 
 RANDOM_TARGETS: dict[str, Callable[[], Any]] = {
@@ -107,4 +115,5 @@ RANDOM_TARGETS: dict[str, Callable[[], Any]] = {
     "gemma3": _gemma3,
     "qwen3_5": _qwen3_5,
     "qwen3-8b": _qwen3_8b,
+    "qwen3-32b": _qwen3_32b,
 }

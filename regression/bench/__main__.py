@@ -13,6 +13,7 @@
 | `pipeline` | target and drafter together through the trainer, beside each alone |
 | `probes` | training under fxprobe beside training without |
 | `scaling` | the drafter's step against context, anchors and vocabulary, beside its useful work |
+| `transport` | target states from process to process, beside the bare link; two GPUs, or the CPU |
 
 Each bench runs in a fresh process and measures its ceilings there. Results are written as they come: a bench that fails, or
 takes over `--timeout-seconds`, loses only its own figures. Files have the form of `regression/baselines/h200-*.json`.
@@ -40,7 +41,7 @@ from regression.bench import settings as bench
 from regression.bench.figures import Result, table
 from regression.child import ChildFailed, run_json
 
-BENCHES = ("drafter_step", "target_forward", "specforge", "warm_start", "pipeline", "probes", "scaling")
+BENCHES = ("drafter_step", "target_forward", "specforge", "warm_start", "pipeline", "probes", "scaling", "transport")
 MUST_BE_ZERO = ("recompiles", "fallbacks")
 
 

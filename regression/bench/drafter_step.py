@@ -10,6 +10,7 @@ Known limits: parts are timed one after the other on one stream and include what
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import sys
 import time
@@ -32,6 +33,7 @@ from dflash.modeling.head_scores import score
 from dflash.modeling.loss import draft_loss
 from dflash.modeling.masks import BlockLayout
 from dflash.modeling.shape import DrafterShape
+from dflash.modeling.tiles import tile_lists
 from dflash.modeling.work import drafter_step_tflop
 from dflash.worker import DrafterModelWorker
 from regression.bench import settings as bench
@@ -178,8 +180,11 @@ def random_ends(shape: DrafterShape, device: torch.device) -> FrozenEnds:
 
 
 def random_states(config: RunConfig, shape: DrafterShape, device: torch.device) -> TargetStates:
-    """Random features for a random batch."""
-    batch: PackedBatch = bench.random_batch(config, shape.vocab_size).to(device)
+    """Random features for a random batch, whose tiles are made ahead as a target worker does."""
+    batch: PackedBatch = bench.random_batch(config, shape.vocab_size)
+    if config.drafter.attention == "flex":
+        batch = dataclasses.replace(batch, tiles=tile_lists(batch, shape.block_size))
+    batch = batch.to(device)
     generator = torch.Generator(device).manual_seed(2)
     width = shape.num_features * shape.hidden_size
     features = torch.randn(1, batch.input_ids.shape[1], width, device=device, generator=generator)

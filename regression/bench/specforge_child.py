@@ -32,10 +32,10 @@ def measure(settings: Settings) -> dict[str, Any]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if on_gpu else torch.float32)
     try:
+        shape = bench.drafter_shape(config)
+        batch = bench.random_batch(config, shape.vocab_size).to(device)
         with device:
             model = _model(settings, backend)
-            batch = bench.random_batch(config, bench.drafter_shape(config).vocab_size).to(device)
-            shape = bench.drafter_shape(config)
             features = torch.randn(1, config.data.sequence_length, shape.num_features * shape.hidden_size)
     finally:
         torch.set_default_dtype(before)
