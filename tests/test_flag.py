@@ -97,10 +97,10 @@ def test_a_flag_left_set_is_listened_to_until_it_is_cleared(log: Log, monkeypatc
 
 
 def test_a_trace_that_ends_after_the_probe_came_off_changes_nothing() -> None:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(FlagProbe(Log()).attached())
-        trace(stack.close)
-        assert not listens()
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        first.enter_context(FlagProbe(Log()).attached())
+        trace(lambda: (second.enter_context(FlagProbe(Log()).attached()), first.close()))
+        assert listens()  # the second does not know that it ended
     assert not listens()
 
 
