@@ -30,6 +30,7 @@ class Step:
     seconds: float | None = None  # of steady training; None: no training command
     exit_codes: tuple[int, ...] = (0,)
     leaves_json: bool = False  # it writes its figures where `--json FILE` says
+    needs_output: bool = False  # it needs `--output DIR`, as every training command does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +63,19 @@ def _gate(sizes: Sizes) -> list[Step]:
     undecided = 3  # four pairs seldom rule out 2 %; a false FAIL is 1
     busy = () if sizes.gpus else ("--busy-counts",)
     return [
-        Step(name="gate-itself", what="this commit against itself", command=(*pairs, *busy), exit_codes=(0, undecided)),
+        Step(
+            name="gate-itself",
+            what="this commit against itself",
+            command=(*pairs, *busy),
+            exit_codes=(0, undecided),
+            needs_output=True,
+        ),
         Step(
             name="gate-planted-slowdown",
             what=f"the same, {share:.0%} slower: must fail",
             command=(*pairs, *busy, "--burn-share", str(share)),
             exit_codes=(1,),
+            needs_output=True,
         ),
         Step(name="gate-planted-race", what="a planted FX race: must fail", command=(*laws, "--plant", "race"), exit_codes=(1,)),
     ]
@@ -86,6 +94,7 @@ def _engines(sizes: Sizes, main: Topology | None) -> list[Step]:
                 what=f"training {topology}, processes",
                 command=(*_torchrun(topology), *_workload(sizes, topology), *_PLAIN),
                 seconds=sizes.seconds,
+                exit_codes=(0, 1),  # torchrun's own after SIGTERM, however well the ranks ended
             )
         )
     return found

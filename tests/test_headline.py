@@ -39,6 +39,14 @@ def test_no_step_needs_more_gpus_than_there_are_and_what_is_left_out_is_said(gpu
     assert any("processes" in sentence for sentence in left_out) == (gpus == 1)
 
 
+def test_every_step_that_leaves_files_gets_a_directory_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert {each.name for each in steps(Sizes(gpus=0))[0] if each.needs_output} == {"gate-itself", "gate-planted-slowdown"}
+    tells = "import json, sys; print(json.dumps({'output': sys.argv[sys.argv.index('--output') + 1]}))"
+    run(monkeypatch, tmp_path, [step("one", tells, needs_output=True), step("two", tells, needs_output=True)])
+    found = [json.loads((tmp_path / f"{name}.json").read_text())["result"]["output"] for name in ("one", "two")]
+    assert found == [str(tmp_path / "one.run"), str(tmp_path / "two.run")]
+
+
 def test_eight_gpus_train_the_incident_s_size() -> None:
     chosen, _ = steps(Sizes(gpus=8))
     main = next(each.command for each in chosen if each.name == "train-threads")
@@ -65,6 +73,7 @@ def test_a_step_is_kept_and_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("raise SystemExit(1)", {}, False, 1),
         ("raise SystemExit(1)", {"exit_codes": (1,)}, True, 0),  # a planted fault that is found
         (RESULT, {"exit_codes": (1,)}, False, 1),  # one that is not
+        ('print(\'{"tokens_per_second": 9.0, "fallbacks": 2}\')', {}, False, 1),  # fast, but not compiled
     ],
 )
 def test_a_step_does_as_expected_by_its_exit_code(
