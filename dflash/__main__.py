@@ -12,6 +12,7 @@ import dataclasses
 import io
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,12 +27,14 @@ from dflash.checking.settings import CheckConfig
 from dflash.checkpoint import CheckpointError
 from dflash.config import ConfigError, EvaluateConfig, PrepareConfig, RunConfig, TargetConfig
 from dflash.data.examples import DataError
+from dflash.data.meta import PrepareFailed
 from dflash.engine.queue import WorkerFailed
 from dflash.modeling.contract import ContractError, write_export
 
 USAGE = """usage: python -m dflash COMMAND ...
   prepare   prompts to conversations answered by the target: --prompts FILE --output DIR --target.path TARGET
   train     train a drafter: --preset {presets} --output DIR [--topology 1t+2d] [any field, see train --help]
+  capture   target features to disk, to train without targets (--data.features DIR): --preset P --output DIR [any field]
   evaluate  speculative decoding of held-out prompts: evaluate RUN [--checkpoint best]
   export    write a run's drafter in z-lab's DFlash format: export RUN OUT [--checkpoint best]
   check     is a drafter what a server will take it for: check RUN|CHECKPOINT|EXPORT [--target T]
@@ -78,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; checkpoints that were saved are whole", file=sys.stderr)
         return 130
-    except (ContractError, WorkerFailed) as failure:
+    except (ContractError, PrepareFailed, WorkerFailed) as failure:
         if isinstance(failure, WorkerFailed):
             traceback.print_exception(failure.__cause__ or failure, file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
@@ -103,6 +106,13 @@ def train_command(arguments: list[str]) -> dict[str, Any] | None:
     return train(config)
 
 
+def capture_command(arguments: list[str]) -> dict[str, Any]:
+    """`capture`: fields as in `train`."""
+    from dflash.capture import capture  # noqa: PLC0415 - see train_command
+
+    return capture(tyro.cli(RunConfig, prog="python -m dflash capture", default=_preset_of(arguments), args=arguments))
+
+
 def plan_command(arguments: list[str]) -> dict[str, Any]:
     """`plan`: fields as in `train`."""
     from dflash import plan  # noqa: PLC0415 - see train_command
@@ -116,7 +126,12 @@ def prepare_command(arguments: list[str]) -> dict[str, Any]:
     """`prepare`."""
     from dflash.data.prepare import prepare  # noqa: PLC0415 - see train_command
 
-    return prepare(tyro.cli(PrepareConfig, prog="python -m dflash prepare", args=arguments))
+    config = tyro.cli(PrepareConfig, prog="python -m dflash prepare", args=arguments)
+    try:
+        return prepare(config)
+    except PrepareFailed as failure:
+        again = shlex.join(("python", "-m", "dflash", "prepare", *arguments))
+        raise PrepareFailed(f"{failure}\nWhat was answered is kept; go on with: {again}") from failure
 
 
 def evaluate_command(arguments: list[str]) -> dict[str, Any]:
@@ -161,6 +176,7 @@ def import_command(arguments: list[str]) -> dict[str, Any]:
 COMMANDS: dict[str, Callable[[list[str]], dict[str, Any] | None]] = {
     "prepare": prepare_command,
     "train": train_command,
+    "capture": capture_command,
     "evaluate": evaluate_command,
     "export": export_command,
     "check": check_command,

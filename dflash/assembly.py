@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from dflash import events
-from dflash.batch import PackedBatch, TargetStates
+from dflash.batch import Example, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
-from dflash.config import ConfigError, RunConfig
-from dflash.data.examples import DataError, check_matches, load_examples, load_meta
+from dflash.config import RunConfig
+from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta
+from dflash.data.meta import Split
 from dflash.data.packing import PackedStream
+from dflash.data.spool import open_spool
 from dflash.data.synthetic import is_synthetic, synthetic_examples
 from dflash.engine.devices import Placement
+from dflash.engine.loops import TargetWorker
+from dflash.features import Belongs, FeatureReader, FeatureStore
 from dflash.modeling.shape import DrafterShape
 from dflash.modeling.target import (
     FrozenEnds,
@@ -25,11 +30,18 @@ from dflash.modeling.target import (
     drafter_shape,
     load_target,
     resolve_mask_token_id,
-    supports_packing,
     text_config,
 )
 from dflash.modeling.warm_start import start_from_target
-from dflash.worker import DrafterModelWorker, TargetModelWorker
+from dflash.worker import DrafterModelWorker, TargetModelWorker, check_packing
+
+
+class StatesWorker(TargetWorker, Protocol):
+    """Makes or reads target states: TargetModelWorker or FeatureReader."""
+
+    def run(self, batch: PackedBatch) -> TargetStates:
+        """The states of a held-out batch."""
+
 
 SHOWN = 5  # skipped examples named in the notice; all are in skipped.jsonl
 
@@ -41,7 +53,7 @@ class Parts:
     shape: DrafterShape
     stream: PackedStream
     heldout: PackedStream | None
-    targets: tuple[TargetModelWorker, ...]
+    targets: tuple[StatesWorker, ...]  # or one reader of features
     drafters: tuple[DrafterModelWorker, ...]
     skipped_examples: int
     validation_batches: int
@@ -72,9 +84,8 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy, *, lea
     settings = text_config(model)
     mask_token_id = resolve_mask_token_id(config.target, tokenizer, settings.vocab_size)
     shape = drafter_shape(model, config.drafter, mask_token_id)
-    if config.data.packing == "documents" and not supports_packing(model):
-        raise ConfigError(f"target {config.target.path} cannot separate packed documents: use --data.packing none")
-    stream, heldout = _streams(config, settings, mask_token_id)
+    check_packing(config, model)
+    stream, heldout, meta = streams_of(config, settings, mask_token_id)
     if leads:
         _report_skipped(config, {"train": stream, "heldout": heldout})
     drafters = []
@@ -84,11 +95,16 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy, *, lea
         # The leader's weights are copied to all before the first step.
         start = functools.partial(start_from_target, model=model) if config.drafter.init == "target" and number == 0 else None
         drafters.append(DrafterModelWorker(f"drafter-{number}", config, shape, ends, device, policy, start=start))
-    targets = []
+    targets: list[StatesWorker] = []
+    tiles_of = shape.block_size if config.drafter.attention == "flex" else None
+    if config.data.features is not None:
+        store = FeatureStore(config.data.features)
+        store.check(Belongs.of(config, model, shape, meta, placement.drafters[0]), {"train": stream, "heldout": heldout})
+        final_hidden = config.loss.kind == "kl"
+        targets.append(FeatureReader("reader-0", store, stream, final_hidden=final_hidden, tiles_of=tiles_of))
     for number, ((target, _), device) in enumerate(zip(models, placement.targets, strict=True), placement.first_target):
         compiled = policy.compiled if config.compile.target else None
         runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl", compiled=compiled)
-        tiles_of = shape.block_size if config.drafter.attention == "flex" else None
         targets.append(TargetModelWorker(f"target-{number}", runner, stream, device, policy, tiles_of=tiles_of))
     return Parts(
         shape=shape,
@@ -105,26 +121,33 @@ def _ends_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _streams(config: RunConfig, settings: Any, mask_token_id: int) -> tuple[PackedStream, PackedStream | None]:
+def streams_of(config: RunConfig, settings: Any, mask_token_id: int) -> tuple[PackedStream, PackedStream | None, Meta | None]:
+    """Training and held-out data, and the meta of prepared data. Raises DataError where they are not this target's."""
     if is_synthetic(config.data.path):
         examples = synthetic_examples(config.data.path, config.data, vocab_size=settings.vocab_size, seed=config.seed)
-        return PackedStream(examples, config.data, seed=config.seed, pad_token_id=0), None
+        return PackedStream(examples, config.data, seed=config.seed, pad_token_id=0), None, None
     path = Path(config.data.path)
     meta = load_meta(path)
     check_matches(meta, vocab_size=settings.vocab_size, mask_token_id=mask_token_id)
-    stream = PackedStream(load_examples(path, "train"), config.data, seed=config.seed, pad_token_id=meta.pad_token_id)
-    held = load_examples(path, "heldout") if config.data.validation_batches else []
+    stream = PackedStream(_examples(config, "train"), config.data, seed=config.seed, pad_token_id=meta.pad_token_id)
+    held = _examples(config, "heldout") if config.data.validation_batches else []
     if not held:
         if config.data.validation_batches:
             events.record("notice", text=f"{path} has no held-out examples: checkpoints are ordered by training loss")
-        return stream, None
+        return stream, None, meta
     try:
-        return stream, PackedStream(held, config.data, seed=config.seed, pad_token_id=meta.pad_token_id)
+        return stream, PackedStream(held, config.data, seed=config.seed, pad_token_id=meta.pad_token_id), meta
     except DataError as error:
         events.record(
             "notice", text=f"no validation, checkpoints are ordered by training loss: of the held-out examples, {error}"
         )
-        return stream, None
+        return stream, None, meta
+
+
+def _examples(config: RunConfig, split: Split) -> Sequence[Example]:
+    if config.data.spool is None:
+        return load_examples(Path(config.data.path), split)
+    return open_spool(Path(config.data.path), split, config.data.spool)
 
 
 def _report_skipped(config: RunConfig, streams: dict[str, PackedStream | None]) -> None:

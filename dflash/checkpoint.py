@@ -133,6 +133,22 @@ def resolve(run: Path, name: str) -> Path:
     return checkpoint_dir(run) / name
 
 
+def set_aside_damaged(run: Path) -> list[str]:
+    """Rename damaged checkpoints, newest first, until one is whole, to `damaged-step-NNNNNN`. Returns what was done, told."""
+    told = []
+    for name in reversed(list_complete(run)):
+        directory = checkpoint_dir(run) / name
+        try:
+            _verify(directory)
+            break
+        except CheckpointError as error:
+            aside = directory.with_name(f"damaged-{name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            directory.rename(aside)
+            told.append(f"set aside as {aside.name}, going on from an earlier one: {str(error).removesuffix(f'; {EARLIER}')}")
+    return told
+
+
 def read_state(directory: Path) -> dict[str, Any]:
     """The contents of `state.json`. Raises CheckpointError on a foreign or unreadable file."""
     try:

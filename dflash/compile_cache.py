@@ -5,8 +5,11 @@ torch, GPU or CPU writes beside it. torch writes each entry aside and renames it
 After the warm-up the run's artefacts are saved to `DIR/FINGERPRINT/artifacts-SHA256.bin`; copied to another machine of the same
 fingerprint, they are loaded there, in the main thread and before anything compiles, when its directory is empty.
 
+At a run's end, also a failed one's, the event `compile_cache` says which cache it used and how often torch found there what it
+looked for: `python -m diagnostics.compile_cache inventory --runs DIR` reads it.
+
 Known limits: artefacts hold no C++ libraries, so on CPUs they spare less than the directory does. A warm start still traces:
-it is faster, not safer.
+it is faster, not safer. A process that is killed leaves no event, and of several processes only the leading one's is logged.
 """
 
 from __future__ import annotations
@@ -21,10 +24,14 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from dflash import events
 from dflash.files import write_whole
 
+_COUNTED = {"graphs": ("inductor", "fxgraph_cache_"), "autograd": ("aot_autograd", "autograd_cache_")}
+_OUTCOMES = {"hits": "hit", "misses": "miss", "bypassed": "bypass"}  # as they are recorded, and as torch names them
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -38,6 +45,20 @@ class CompileCache:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Compile into this cache inside the block. Enter it before anything compiles, in the main thread."""
+        before = _lookups()
+        with self._placed():
+            directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+            try:
+                yield
+            finally:
+                counted = {
+                    part: {outcome: count - before[part][outcome] for outcome, count in now.items()}
+                    for part, now in _lookups().items()
+                }
+                events.record("compile_cache", directory=directory, state=self.state, **counted)
+
+    @contextlib.contextmanager
+    def _placed(self) -> Iterator[None]:
         if self._home is None:
             yield
             return
@@ -82,6 +103,14 @@ class CompileCache:
             elif torch.compiler.load_cache_artifacts(content) is not None:
                 return True
         return False
+
+
+def _lookups() -> dict[str, dict[str, int]]:
+    """How often this process looked into the caches of graphs so far, by outcome."""
+    return {
+        part: {outcome: counters[group][prefix + word] for outcome, word in _OUTCOMES.items()}
+        for part, (group, prefix) in _COUNTED.items()
+    }
 
 
 def fingerprint() -> str:

@@ -72,12 +72,14 @@ class DataConfig:
     """Prepared examples and the one shape they are packed to."""
 
     path: Path = Path("data")  # directory written by `python -m dflash prepare`
+    spool: Path | None = None  # directory for flat copies of data larger than memory (dflash.data.spool); None: read it whole
     sequence_length: int = 4096  # S
     rows_per_batch: int = 1  # R
     num_anchors: int = 512  # N slots of a row
     packing: Literal["documents", "none"] = "documents"  # "none": one document a row
     min_supervised_tokens: int = 2  # examples with fewer are skipped, counted and listed
     validation_batches: int = 2  # held-out micro-batches measured at every checkpoint; 0: none
+    features: Path | None = None  # directory written by `python -m dflash capture`: no targets run, topology 0t+Md
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "rows_per_batch", "num_anchors", "min_supervised_tokens"):
@@ -229,12 +231,12 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `5t+3d`. Raises ConfigError on anything else."""
+        """Read `5t+3d`; `0t+3d` reads features from disk. Raises ConfigError on anything else."""
         match = re.fullmatch(r"(\d+)t\+(\d+)d", text)
         _require(match is not None, f"topology {text!r} is not of the form Nt+Md, for example 1t+2d")
         assert match is not None
         topology = cls(int(match[1]), int(match[2]))
-        _require(topology.targets >= 1 and topology.drafters >= 1, f"topology {text!r} needs at least 1t+1d")
+        _require(topology.drafters >= 1, f"topology {text!r} needs at least one drafter")
         return topology
 
     def __str__(self) -> str:
@@ -267,7 +269,15 @@ class RunConfig:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
 
     def __post_init__(self) -> None:
-        Topology.parse(self.topology)
+        targets = Topology.parse(self.topology).targets
+        _require(
+            targets >= 1 or self.data.features is not None,
+            f"topology {self.topology!r} needs at least 1t, or --data.features with what `python -m dflash capture` wrote",
+        )
+        _require(
+            targets == 0 or self.data.features is None,
+            f"topology {self.topology!r} has targets that --data.features leaves without work: use 0t+Md, or leave it out",
+        )
         _require(
             self.data.sequence_length > self.drafter.block_size,
             f"data.sequence-length {self.data.sequence_length} is too short for a block of {self.drafter.block_size}",
@@ -287,11 +297,13 @@ class RunConfig:
 class PrepareConfig:
     """`python -m dflash prepare`: prompts in, conversations answered by the target out."""
 
-    prompts: str  # JSONL or Parquet file, or a hub name for `datasets`
+    prompts: str = ""  # file, directory, pattern or URL of JSONL or Parquet; saved data set; hub name (dflash.data.sources)
     output: Path
+    audit: bool = False  # look at the prepared data (dflash.data.audit), also when it is there already
     target: TargetConfig = field(default_factory=TargetConfig)
-    prompt_field: str = "prompt"  # a string, or a list of {role, content} messages
-    split: str = "train"  # only for hub names
+    prompt_field: str | None = None  # column of text or messages; None: recognised by its name (dflash.data.layouts)
+    split: str = "train"  # only for data sets
+    turns: Literal["last", "each"] = "last"  # each: every user turn of a conversation is answered, after the turns before it
     limit: int | None = None
     max_prompt_tokens: int = 2048  # longer prompts are skipped, counted and listed
     max_new_tokens: int = 1024
@@ -302,13 +314,47 @@ class PrepareConfig:
     device: str = "cpu"
     cpu_threads: int = 1  # intra-op threads when the device is a CPU; many are slower than one where other programs run
     seed: int = 0
+    server: str | None = None  # root of an OpenAI-compatible API that runs the target, http://HOST:8000/v1; None: this process
+    server_model: str | None = None  # its name there; None: the only one that the server has
+    server_api: Literal["completions", "chat"] = "completions"  # completions: asked in tokens, which no template there can change
+    server_extras: bool = True  # ask for token ids and plain sampling in vLLM's and SGLang's words; off: OpenAI's words only
+    server_concurrency: int = 32  # requests under way at one time
+    server_requests_per_second: float | None = None
+    server_timeout_seconds: float = 600.0  # of one request
+    server_retries: int = 6  # of one question, after the first try
+    server_backoff_seconds: float = 1.0  # before the first retry; doubles each time, at most 60
+    server_max_unanswered: float = 0.01  # of the questions; with more nothing is published
+    server_key_variable: str | None = None  # name of the environment variable that holds the API key
 
     def __post_init__(self) -> None:
+        self._check_server()
         _require(0 <= self.heldout_fraction < 1, f"heldout-fraction is {self.heldout_fraction}: use a number in [0, 1)")
         _require(self.limit is None or self.limit >= 1, f"limit is {self.limit}: use at least 1, or leave it out")
         _require(self.batch_size >= 1 and self.max_new_tokens >= 1, "batch-size and max-new-tokens must be at least 1")
         _require(self.cpu_threads >= 1, f"cpu-threads is {self.cpu_threads}: use at least 1")
         _require(0 <= self.temperature < math.inf, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
+
+    def _check_server(self) -> None:
+        _require(
+            self.server is None or re.match(r"https?://[^/]", self.server) is not None,
+            f"server is {self.server!r}: use the root of its API, for example http://localhost:8000/v1",
+        )
+        changed = [
+            f.name for f in dataclasses.fields(self) if f.name.startswith("server_") and getattr(self, f.name) != f.default
+        ]
+        _require(
+            self.server is not None or not changed,
+            f"{''.join(changed[:1]).replace('_', '-')} has no meaning without --server: add it",
+        )
+        _require(self.server_concurrency >= 1, f"server-concurrency is {self.server_concurrency}: use at least 1")
+        _require(self.server_retries >= 0, f"server-retries is {self.server_retries}: use 0 for none")
+        rate = self.server_requests_per_second
+        _require(rate is None or 0 < rate < math.inf, f"server-requests-per-second is {rate}: use a positive number")
+        for name in ("server_timeout_seconds", "server_backoff_seconds"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"{name.replace('_', '-')} is {value}: use a positive number")
+        share = self.server_max_unanswered
+        _require(0 <= share <= 1, f"server-max-unanswered is {share}: use a number in [0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,7 +413,7 @@ def _build(kind: Any, values: dict[str, Any], *, prefix: str) -> Any:
     _require(not unknown, f"unknown key {prefix}{unknown[0] if unknown else ''}: known are {', '.join(known)}")
     converted: dict[str, Any] = {}
     for key, value in values.items():
-        if str(known[key].type) == "Path":
+        if "Path" in str(known[key].type) and value is not None:
             converted[key] = Path(value)
         else:
             converted[key] = tuple(value) if isinstance(value, list) else value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -32,3 +34,15 @@ def require_gpus(needed: int, who: str) -> None:
             f"{who} needs {needed} GPUs, found {found} (CUDA_VISIBLE_DEVICES {visible}): name another device, let workers share "
             f"one (--devices cuda:0,cuda:0,...), or use cpu"
         )
+
+
+@contextlib.contextmanager
+def intra_op_threads(devices: str, count: int) -> Iterator[None]:
+    """Intra-op threads of each worker inside the block; only where the workers are CPU threads (`devices` is "cpu")."""
+    before = torch.get_num_threads()
+    if devices == "cpu":
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -22,6 +22,7 @@ from dflash.engine.devices import Placement
 from dflash.engine.loops import WorkerTimes
 from dflash.engine.queue import OrderedQueue, QueueStats
 from dflash.engine.threads import ThreadsRun, run_threads
+from dflash.engine.waits import Waits
 from dflash.fx import seams
 from dflash.worker import Contribution
 
@@ -103,6 +104,9 @@ class Engine(Protocol):
     def queue_stats(self) -> QueueStats:
         """Of the queue in front of this process's drafters."""
 
+    def waits(self) -> Waits | None:
+        """Who waited for whom lately, where this process leads and knows the others."""
+
     def gather(self, own: ProcessReport) -> list[ProcessReport] | None:
         """The reports of all processes, where this one leads."""
 
@@ -174,6 +178,7 @@ class ThreadsEngine:
             batches_per_step=per_step,
             finish_step=finish_step,
             in_worker=self._policy.in_worker,
+            makers="target" if self._config.data.features is None else "reader",
         )
         run_threads(self._run)
 
@@ -185,6 +190,10 @@ class ThreadsEngine:
         """See Engine."""
         assert self._run is not None
         return self._run.queue.stats()
+
+    def waits(self) -> Waits | None:
+        """See Engine; threads take what comes next from any target, so that none is waited for."""
+        return None
 
     def gather(self, own: ProcessReport) -> list[ProcessReport] | None:
         """See Engine."""

@@ -84,6 +84,8 @@ def plan(config: RunConfig, rates: Rates | None = None, gpu_memory_gib: float | 
 def devices_of(config: RunConfig) -> tuple[list[str], list[str]]:
     """The device of each target and drafter worker, as in `dflash.engine.devices`, on a machine that need not be this one."""
     topology = Topology.parse(config.topology)
+    if topology.targets == 0:
+        raise ConfigError("a plan is for runs with targets: leave --data.features out, and name targets in --topology")
     workers = topology.targets + topology.drafters
     names = [f"cuda:{i}" for i in range(workers)] if config.devices == "cuda" else config.devices.split(",")
     names = [name.strip() for name in names]

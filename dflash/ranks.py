@@ -24,7 +24,9 @@ from dflash.engine.devices import Placement
 from dflash.engine.loops import WorkerTimes
 from dflash.engine.processes import DrafterRun, Ranks
 from dflash.engine.queue import QueueStats
+from dflash.engine.reading import ReadingQueue
 from dflash.engine.transport import ReceivingQueue, SendingQueue, StatesShape, checksum, receive_states, send_states
+from dflash.engine.waits import Waits
 from dflash.exchange import ProcessReport, report
 from dflash.modeling.tree_estimate import DraftCounts
 from dflash.worker import Contribution, DrafterModelWorker, NonFiniteError
@@ -85,16 +87,19 @@ class RanksEngine:
         self.num_devices = topology.targets + topology.drafters
         self.devices = [str(ranks.device.type)] * self.num_devices  # each rank has one of its own
         self._times = WorkerTimes(worker=ranks.worker, device=str(ranks.device))
-        self._queue: ReceivingQueue | None = None
+        self._queue: ReceivingQueue | ReadingQueue | None = None
+        self._reader = parts.targets[0] if parts.targets else None  # of features; no rank is a target then
 
     def states_to_warm_up(self, number: int) -> TargetStates:
         """See `dflash.exchange.Engine`; made by the first target for all drafters."""
+        if self._reader is not None:
+            return self._reader.produce(number)
         return self._receive(self._parts.stream.batch(number))
 
     def validation_states(self) -> list[TargetStates]:
         """See `dflash.exchange.Engine`."""
         batches = self._parts.heldout_batches() if self.leads else []
-        return [self._receive(batch) for batch in batches]
+        return [self._receive(batch) if self._reader is None else self._reader.run(batch) for batch in batches]
 
     def share_weights(self) -> None:
         """See `dflash.exchange.Engine`."""
@@ -136,15 +141,11 @@ class RanksEngine:
         """See `dflash.exchange.Engine`."""
         per_step, steps = self._config.optim.batches_per_step, self._config.optim.steps
         numbers = self._ranks.roles.numbers_of_drafter(self._ranks.rank, first_step * per_step, steps * per_step)
-        self._queue = ReceivingQueue(
-            self._ranks,
-            self._ranks.roles,
-            self._shape,
-            self._parts.stream.batch,
-            numbers=numbers,
-            slots=-(-self._config.telemetry.queue_items // self.num_drafters),
-            checksums=self._config.transport.checksums,
-        )
+        slots = -(-self._config.telemetry.queue_items // self.num_drafters)
+        if self._reader is not None:
+            self._queue = ReadingQueue(self._reader, numbers=numbers, slots=slots)
+        else:
+            self._queue = self._receiving(numbers, slots)
         run = DrafterRun(
             queue=self._queue,
             times=self._times,
@@ -154,7 +155,8 @@ class RanksEngine:
             finish_step=finish_step,
         )
         with self._policy.in_worker():
-            self._ranks.run_drafter(run, _Blaming(self._drafter, self._ranks))
+            worker = self._drafter if self._reader is not None else _Blaming(self._drafter, self._ranks)
+            self._ranks.run_drafter(run, worker)
 
     def times(self) -> Sequence[WorkerTimes]:
         """See `dflash.exchange.Engine`."""
@@ -165,9 +167,24 @@ class RanksEngine:
         assert self._queue is not None
         return self._queue.stats()
 
+    def waits(self) -> Waits | None:
+        """See `dflash.exchange.Engine`."""
+        return self._ranks.waits() if self.leads else None
+
     def gather(self, own: ProcessReport) -> list[ProcessReport] | None:
         """See `dflash.exchange.Engine`."""
         return self._ranks.gather(own)
+
+    def _receiving(self, numbers: range, slots: int) -> ReceivingQueue:
+        return ReceivingQueue(
+            self._ranks,
+            self._ranks.roles,
+            self._shape,
+            self._parts.stream.batch,
+            numbers=numbers,
+            slots=slots,
+            checksums=self._config.transport.checksums,
+        )
 
     def _receive(self, batch: PackedBatch) -> TargetStates:
         source = self._ranks.roles.targets[0]

@@ -76,6 +76,8 @@ def _console(config: RunConfig, *, first_step: int) -> Iterator[None]:
                 )
             elif event.name == "acceptance":
                 progress.console.print(_acceptance_line(event.fields), highlight=False, soft_wrap=True)
+            elif event.name == "waits" and event.fields["waited_for"]:
+                progress.console.print(_waits_line(event.fields), highlight=False, soft_wrap=True)
             elif event.name == "notice":
                 progress.console.print(event.fields["text"], highlight=False, soft_wrap=True)
 
@@ -102,6 +104,14 @@ def _acceptance_line(values: dict[str, Any]) -> str:
         return f"step {values['step']:>6}  decoded acceptance length: {decoded}, foretold {expected}"
     trees = "".join(f", tree of {budget} {number(tau)}" for budget, tau in values["trees"].items())
     return f"step {values['step']:>6}  foretold acceptance length: chain {number(values['chain'])}{trees}"
+
+
+def _waits_line(values: dict[str, Any]) -> str:
+    """The figures of `dflash.engine.waits`."""
+    waiting = dict(values["waiting"])
+    own = waiting.pop(values["waited_for"])
+    others = ", ".join(f"{worker} {share:.0%}" for worker, share in waiting.items())
+    return f"step {values['step']:>6}  all wait for {values['waited_for']}, which waits {own:.0%} of its time; {others}"
 
 
 def _metrics(metrics: dict[str, float]) -> str:
@@ -152,6 +162,9 @@ def verdict(times: Sequence[WorkerTimes]) -> str:
     targets = [t for t in times if t.worker.startswith("target")]
     drafters = [t for t in times if t.worker.startswith("drafter")]
     target_wait, drafter_wait = wait_fraction(targets), wait_fraction(drafters)
+    if not targets:
+        advice = ": use a faster disk" if drafter_wait > IMBALANCE else ""
+        return f"drafters wait {drafter_wait:.0%} of their time for features{advice}"
     if drafter_wait > IMBALANCE and drafter_wait >= target_wait:
         return f"drafters wait {drafter_wait:.0%} of their time for the targets: add a target"
     if target_wait > IMBALANCE:

@@ -26,6 +26,7 @@ from dflash.compile_cache import CompileCache
 from dflash.compile_policy import CompilePolicy
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.data.examples import DataError
+from dflash.device import intra_op_threads
 from dflash.engine.devices import Placement, place
 from dflash.engine.processes import Ranks, joined
 from dflash.exchange import Engine, ThreadsEngine, report
@@ -63,7 +64,9 @@ def train(config: RunConfig) -> dict[str, Any] | None:
 
 def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
     """The training of one rank, which has joined the others."""
+    notices: list[str] = []
     if ranks.launch.restart:
+        notices = ranks.agree("looking at the checkpoints", lambda: _set_aside(config, leads=ranks.leads), USER_ERRORS)
         config = _restarted(config)
         if (finished := _finished(config)) is not None:
             return finished if ranks.leads else None
@@ -76,6 +79,8 @@ def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
     config.output.mkdir(parents=True, exist_ok=True)
     policy = CompilePolicy(config.compile, num_drafters=1)
     with _running(config, policy, placement, ranks.stop, resumed, leads=ranks.leads) as measured:
+        for text in notices:
+            events.record("notice", text=text)
         parts = ranks.agree("building", lambda: build(config, placement, policy, leads=ranks.leads), USER_ERRORS)
         if ranks.is_target:
             serve(config, ranks, parts, policy, first_step)
@@ -97,7 +102,7 @@ def _running(
     """What surrounds a process's part of a run."""
     devices = (*placement.targets, *placement.drafters)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_cpu_threads(config))
+        stack.enter_context(intra_op_threads(config.devices, config.cpu_threads))
         stack.enter_context(policy.watching())
         if leads:
             stack.enter_context(telemetry.listening(config, first_step=resumed.step if resumed else 0))
@@ -243,7 +248,7 @@ class Trainer:
             "padding_tokens": self._padding_tokens,
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / engine.num_devices,
-            "tokens_per_second_per_target": rate / engine.num_targets,
+            "tokens_per_second_per_target": rate / engine.num_targets if engine.num_targets else None,
             "tokens_per_second_per_drafter": rate / engine.num_drafters,
             "loss": _mean(self._recent_losses),
             "acceptance": self._acceptance.result(),
@@ -311,6 +316,8 @@ class Trainer:
             tokens_per_second=stats.tokens / stats.seconds,
             queue_occupancy=self.engine.queue_stats().mean_occupancy,
         )
+        if stats.step % self._config.telemetry.log_every_steps == 0 and (waits := self.engine.waits()) is not None:
+            events.record("waits", step=stats.step, **vars(waits))
 
     def _save_if_leading(self, step: int) -> None:
         self.engine.verify_weights()
@@ -388,6 +395,11 @@ def _last_checkpoint(config: RunConfig) -> str | None:
     return str(checkpoint.checkpoint_dir(config.output) / complete[-1]) if complete else None
 
 
+def _set_aside(config: RunConfig, *, leads: bool) -> list[str]:
+    """Nobody is there to remove a damaged checkpoint when torchrun starts a run again."""
+    return checkpoint.set_aside_damaged(config.output) if leads else []
+
+
 def _restarted(config: RunConfig) -> RunConfig:
     """Torchrun runs the first command again: go on from what the run before has saved, if anything."""
     return dataclasses.replace(config, resume=bool(checkpoint.list_complete(config.output)))
@@ -418,18 +430,6 @@ def _saved_state(config: RunConfig) -> TrainState | None:
             f"{config.output} already holds checkpoints up to {existing[-1]}: use --resume to go on, or another --output"
         )
     return None
-
-
-@contextlib.contextmanager
-def _cpu_threads(config: RunConfig) -> Iterator[None]:
-    """Intra-op threads of each worker; only where the workers are CPU threads."""
-    before = torch.get_num_threads()
-    if config.devices == "cpu":
-        torch.set_num_threads(config.cpu_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _mean(values: list[float]) -> float:

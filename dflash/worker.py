@@ -26,7 +26,7 @@ from dflash.modeling.drafter import Drafter, DrafterShape, block_inputs
 from dflash.modeling.head_scores import Score, score
 from dflash.modeling.loss import draft_loss
 from dflash.modeling.masks import BlockLayout
-from dflash.modeling.target import FrozenEnds, TargetRunner
+from dflash.modeling.target import FrozenEnds, TargetRunner, supports_packing
 from dflash.modeling.tiles import tile_lists
 from dflash.modeling.tree_estimate import DraftCounts
 
@@ -74,17 +74,7 @@ class TargetModelWorker:
     def run(self, batch: PackedBatch) -> TargetStates:
         """The states of any batch, complete on this worker's device."""
         with self._policy.turn(self.name, "target", self.device):
-            return self._run(batch)
-
-    def _run(self, batch: PackedBatch) -> TargetStates:
-        on_host, batch = batch, batch.to(self.device)
-        features, final_hidden = self._runner.run(batch)
-        if self._tiles_of is not None:
-            batch = dataclasses.replace(batch, tiles=tile_lists(on_host, self._tiles_of).to(self.device))
-        if self.device.type == "cpu":  # there the drafter runs without autocast, in fp32
-            features, final_hidden = features.float(), None if final_hidden is None else final_hidden.float()
-        synchronize(self.device)
-        return TargetStates(batch=batch, features=features, final_hidden=final_hidden)
+            return target_states(self._runner, batch, self.device, tiles_of=self._tiles_of)
 
 
 class DrafterModelWorker:
@@ -263,6 +253,24 @@ class DrafterModelWorker:
             for hook in hooks:
                 hook.remove()
         return found[0] if found else "logits of the target's head"
+
+
+def target_states(runner: TargetRunner, batch: PackedBatch, device: torch.device, *, tiles_of: int | None = None) -> TargetStates:
+    """The states of a batch, complete on the device of the runner; for `tiles_of` see TargetModelWorker."""
+    on_host, batch = batch, batch.to(device)
+    features, final_hidden = runner.run(batch)
+    if tiles_of is not None:
+        batch = dataclasses.replace(batch, tiles=tile_lists(on_host, tiles_of).to(device))
+    if device.type == "cpu":  # there the drafter runs without autocast, in fp32
+        features, final_hidden = features.float(), None if final_hidden is None else final_hidden.float()
+    synchronize(device)
+    return TargetStates(batch=batch, features=features, final_hidden=final_hidden)
+
+
+def check_packing(config: RunConfig, model: Any) -> None:
+    """Raise ConfigError where the target cannot keep the documents of a row apart."""
+    if config.data.packing == "documents" and not supports_packing(model):
+        raise ConfigError(f"target {config.target.path} cannot separate packed documents: use --data.packing none")
 
 
 def add_sums(parts: list[LossSums]) -> LossSums:

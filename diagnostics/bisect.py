@@ -21,6 +21,9 @@ that are not in the files are those that their requirements bring; environments 
 
 from __future__ import annotations
 
+from diagnostics import interrupts
+
+# isort: split
 import argparse
 import hashlib
 import json
@@ -44,7 +47,7 @@ from diagnostics.bisection.search import Conclusion, Question, Search, to_dict
 from diagnostics.bisection.trials import Command
 from diagnostics.bisection.venvs import Environments, chosen_installer
 from diagnostics.environments.masking import masked, masked_command
-from diagnostics.output import output_file, say, write_text
+from diagnostics.output import ended_plainly, number, output_file, printable, say, write_text
 from diagnostics.terminal import ReportConsole, print_table
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-harness"
@@ -67,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     except KeyboardInterrupt:
         say("bisect: interrupted: the same command goes on from here")
-        return 3
+        return interrupts.INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -218,25 +221,24 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: a number from 1 on")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(printable(f"{text}: use a whole number from 1 on"))
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: a positive number of seconds")
+        raise argparse.ArgumentTypeError(printable(f"{text}: use a positive number of seconds"))
     return value
 
 
 def _rate(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: a number between 0 and 1")
+        raise argparse.ArgumentTypeError(printable(f"{text}: use a number between 0 and 1"))
     return value
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended_plainly("bisect", main))

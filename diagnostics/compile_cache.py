@@ -1,6 +1,7 @@
 """What is in torch's compile caches, and who wrote it? `python -m diagnostics.compile_cache COMMAND ...`.
 
-    inventory [FOLDER...]         parts, graphs, kernels, writers, damage, users and the state of each cache
+    inventory [FOLDER...]         parts, graphs, kernels, writers, damage, users and the state of each cache; with --runs DIR
+                                  how often the trainer's last runs hit it
     diff A B                      what came, went and was rewritten; A and B: folder, snapshot or inventory --json
     snapshot FILE                 a copy of the cache that can be restored where torch, Triton, Python, CPU and GPU are the same
     restore FILE [--yes]          put it in the cache's place; the old one goes into the trash beside it
@@ -15,25 +16,29 @@ where the system allows that.
 Exit codes: 0 fine · 1 found: a cache that is foreign, torn or contended, a difference, a snapshot of another environment, a
 cache in use · 2 bad usage or input, --yes is missing · 3 something could not be looked at: nothing was changed.
 
-Limits: a cache keeps no count of hits. What a C++ kernel was built for is known only through its graph. Some 0.6 s for a
-cache of 353 MB on a free core; from torch 2.14 on entries name no version but a hash of torch's sources, to compare which
-imports torch (5 s; not with --no-torch).
+Limits: a cache keeps no count of hits, only run logs of the trainer do. What a C++ kernel was built for is known only through
+its graph. Some 0.6 s for a cache of 353 MB on a free core; from torch 2.14 on entries name no version but a hash of torch's
+sources, to compare which imports torch (5 s; not with --no-torch).
 """
 
 from __future__ import annotations
 
+import diagnostics.interrupts  # noqa: F401 - for Ctrl-C while the rest is imported
+
+# isort: split
 import argparse
 import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from diagnostics.caches import archive, difference, here, inventory, prune, restore, trash, views
+from diagnostics.caches import archive, difference, here, inventory, past_runs, prune, restore, trash, views
 from diagnostics.caches.errors import CacheError
 from diagnostics.caches.options import MAX_ROWS, parser
 from diagnostics.output import ended_plainly, say, write_text
@@ -80,10 +85,16 @@ def _inventory(options: argparse.Namespace, console: Console) -> int:
             console.print(f"[bold]{escape(str(place))}[/]: [yellow]absent[/]", highlight=False)
             continue
         found.append(inventory.to_dict(inventory.take(place, ask_torch=not options.no_torch)))
+    runs, untold = past_runs.read(options.runs)
     for values in found:
+        values["hits"] = [
+            asdict(run) for run in runs if Path(run.directory).resolve() == Path(values["directory"]).resolve()
+        ] or None
         views.print_inventory(console, values, max_rows=_rows(options))
-    _write(options, {"version": 1, "kind": "inventories", "environment": here.fingerprint(), "caches": found})
-    if not found or any(values["problems"] for values in found):
+    views.print_runs(console, runs, untold, max_rows=_rows(options))
+    told = {"runs": [asdict(run) for run in runs], "not_observed": untold}
+    _write(options, {"version": 1, "kind": "inventories", "environment": here.fingerprint(), "caches": found, **told})
+    if not found or any(values["problems"] for values in found) or (options.runs and not runs):
         return 3
     return int(any(state in inventory.PROBLEMS for values in found for state in values["states"]))
 

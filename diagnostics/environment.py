@@ -21,6 +21,9 @@ Limits: `edits` and `settings` state theirs; what a program sets in its own proc
 
 from __future__ import annotations
 
+import diagnostics.interrupts  # noqa: F401 - for Ctrl-C while the rest is imported
+
+# isort: split
 import argparse
 import hashlib
 import json

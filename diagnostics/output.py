@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from diagnostics import interrupts
+
 _WIDTH_OF_A_FILE = 140
+# What a terminal obeys instead of printing it: controls (of 7 and 8 bits), and marks that turn the direction of writing.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def output_file(text: str) -> Path:
@@ -21,12 +26,20 @@ def output_file(text: str) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:  # a loop of links, a name that is too long
-        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from error
+        raise argparse.ArgumentTypeError(printable(f"{path}: {error.strerror}")) from error
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is a directory: name a file")
+        raise argparse.ArgumentTypeError(printable(f"{path} is a directory: name a file"))
     if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no directory {path.absolute().parent}")
+        raise argparse.ArgumentTypeError(printable(f"there is no directory {path.absolute().parent}"))
     return path
+
+
+def number(text: str) -> float:
+    """The number that an option was given, NaN where it is none: which ones are good the option says itself."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -49,21 +62,27 @@ def width(stream: TextIO | None) -> int | None:
 
 
 def ended_plainly(name: str, command: Callable[[], int]) -> int:
-    """The exit code of `command`. Ctrl-C (3) and a full disk (2) are told in one line, not in a traceback."""
+    """The exit code of `command`. Ctrl-C (130) and a full disk (2) are told in one line, not in a traceback."""
     try:
+        interrupts.as_usual()
         return command()
     except KeyboardInterrupt:
         say(f"{name}: interrupted")
-        return 3
+        return interrupts.INTERRUPTED
     except OSError as error:
         say(f"{name}: {error}")
         return 2
 
 
+def printable(text: str) -> str:
+    """`text` with its control characters spelled out, save line feeds and tabs: a log or a file name commands no terminal."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def say(sentence: str) -> None:
     """One line on standard error, or nothing once nobody reads it: a closed pipe must not end a command."""
     with ignoring_closed_stderr():
-        print(sentence, file=sys.stderr, flush=True)  # noqa: T201 - what this function is for
+        print(printable(sentence), file=sys.stderr, flush=True)  # noqa: T201 - what this function is for
 
 
 @contextlib.contextmanager

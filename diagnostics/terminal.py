@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Any
 
 from rich import table as rich_table
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from diagnostics.output import width
+from diagnostics.output import printable, width
 from diagnostics.tables import Table
 
 _LEAST_COLUMN = 13  # characters, borders included
@@ -26,6 +27,10 @@ class ReportConsole(Console):
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         super().__init__(width=width(sys.stdout))
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """As rich, without controls that a log, a file name or a commit may hold."""
+        return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
         """Print no more. The command goes on: it has files to write and an exit code of its own."""
@@ -55,13 +60,15 @@ def print_table(console: Console, table: Table, *, max_rows: int | None = None, 
 
 def print_detail(console: Console, label: str, text: str) -> None:
     """`label: text`, with all its lines set in."""
-    console.print(Padding(Text(f"{label}: {text}" if label else text), (0, 0, 0, _INDENT), expand=False), highlight=False)
+    console.print(
+        Padding(Text(printable(f"{label}: {text}" if label else text)), (0, 0, 0, _INDENT), expand=False), highlight=False
+    )
 
 
 def _print_list(console: Console, table: Table, rows: tuple[tuple[str, ...], ...]) -> None:
     console.print(Text(table.title, style="italic"))
     for row in rows:
-        console.print(Padding(Text(row[0], style="bold"), (0, 0, 0, _INDENT // 2), expand=False), highlight=False)
+        console.print(Padding(Text(printable(row[0]), style="bold"), (0, 0, 0, _INDENT // 2), expand=False), highlight=False)
         cells = (
             f"{header}: {', '.join(cell.splitlines())}" for header, cell in zip(table.headers[1:], row[1:], strict=True) if cell
         )

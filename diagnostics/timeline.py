@@ -16,6 +16,9 @@ failure. Imports no torch.
 
 from __future__ import annotations
 
+import diagnostics.interrupts  # noqa: F401 - for Ctrl-C while the rest is imported
+
+# isort: split
 import argparse
 import dataclasses
 import json
@@ -34,8 +37,8 @@ from diagnostics.dated.entry import Entry, Found, believable, shown
 from diagnostics.dated.moments import Moment, Suspect, moments, states
 from diagnostics.dated.places import Places, places, usual, with_machine
 from diagnostics.dated.runs import Run, read
-from diagnostics.logs.reader import Unreadable
-from diagnostics.output import ended_plainly, output_file, say, write_text
+from diagnostics.logs.encodings import Unreadable
+from diagnostics.output import ended_plainly, output_file, printable, say, write_text
 from diagnostics.tables import Table
 from diagnostics.terminal import ReportConsole, print_detail, print_table
 
@@ -234,7 +237,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     for folder in options.folders:
         if not folder.is_dir():
-            parser.error(f"{folder}: {'is a file' if folder.exists() else 'there is no such folder'}: name folders, or none")
+            what = "is a file" if folder.exists() else "there is no such folder"
+            parser.error(printable(f"{folder}: {what}: name folders, or none"))
     return options
 
 

@@ -14,6 +14,9 @@ a dump, leaves no line. A failure that the program caught, printed and survived 
 
 from __future__ import annotations
 
+import diagnostics.interrupts  # noqa: F401 - for Ctrl-C while the rest is imported
+
+# isort: split
 import argparse
 import json
 import sys
@@ -24,10 +27,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from diagnostics.environments.masking import masked
+from diagnostics.logs.encodings import Unreadable
 from diagnostics.logs.groups import Evidence, Group, Groups
-from diagnostics.logs.reader import Unreadable
 from diagnostics.logs.search import LogSearch, read_log
-from diagnostics.output import ended_plainly, output_file, say, write_text
+from diagnostics.output import ended_plainly, output_file, printable, say, write_text
 from diagnostics.terminal import ReportConsole, print_detail
 
 _COLOURS = {"error": "red", "hazard": "yellow", "info": "cyan"}
@@ -44,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_report(console, found, read, max_shown=None if options.all else _MAX_SHOWN)
     for sentence in unreadable:
         say(f"triage: cannot read {sentence}")
+    for search in read:
+        if not search.bytes:
+            say(f"triage: {search.log} is empty: nothing was observed")
     if groups.dropped:
         console.print(f"[yellow]not grouped[/]: {groups.dropped} failures with still other signatures", highlight=False)
     if options.json is not None:
@@ -158,7 +164,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     written = options.json
     if written is not None and written.is_file() and any(Path(log).is_file() and written.samefile(log) for log in options.logs):
-        parser.error(f"--json {options.json} is one of the logs: name another file")
+        parser.error(printable(f"--json {options.json} is one of the logs: name another file"))
     return options
 
 

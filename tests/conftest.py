@@ -40,3 +40,11 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from helpers_checking import trained  # noqa: PLC0415 - most tests need no trainer
 
     return trained(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By name, what runs in processes left: they are made by one program, because its imports take longer than a run."""
+    from helpers_processes import run_all  # noqa: PLC0415 - most tests need no trainer
+
+    return run_all(tmp_path_factory.mktemp("processes"))

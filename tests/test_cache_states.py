@@ -285,6 +285,47 @@ def test_the_json_holds_what_was_found_and_no_folder_at_all_is_not_observed(
     assert cache["hits"] is None
 
 
+def test_the_last_runs_of_a_cache_are_read_from_their_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    cache, logs = tmp_path / "cache", tmp_path / "runs"
+    graph(cache, 1, ours())
+    counts = {"hits": 3, "misses": 1, "bypassed": 2}
+
+    def event(name: str, when: float, directory: Path) -> str:
+        fields = {"directory": str(directory), "state": "warm", "graphs": counts, "autograd": {}}
+        return json.dumps({"kind": "record", "name": name, "time_seconds": when, "fields": fields}) + "\n"
+
+    for name, text in {
+        "old": event("compile_cache", 1.7e9, cache),
+        "new": event("step", 1.8e9, cache) + event("compile_cache", 1.8e9, cache) + '{"name": "compile_cache", "fie',
+        "other": event("compile_cache", 1.6e9, tmp_path / "elsewhere"),
+        "killed": event("notice", 1.8e9, cache) + '{"name": "compile_cache", "fields": 3}\n"compile_cache"\n',
+    }.items():
+        (logs / name).mkdir(parents=True)
+        (logs / name / "events.jsonl").write_text(text)
+    out = tmp_path / "i.json"
+    assert compile_cache.main(["inventory", str(cache), "--no-torch", "--runs", str(logs), "--json", str(out)]) == 0
+    written = json.loads(out.read_text())
+    names = [Path(run["log"]).parent.name for run in written["caches"][0]["hits"]]
+    assert names == ["new", "old"]
+    assert [Path(run["log"]).parent.name for run in written["runs"]] == ["new", "old", "other"]
+    assert written["runs"][0]["graphs"] == counts
+    shown = capsys.readouterr().out
+    assert "3 + 1, 2 not cacheable" in shown
+    assert f"{logs / 'killed' / 'events.jsonl'}: nothing of hits and misses" in shown
+
+
+def test_folders_without_run_logs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph(tmp_path / "cache", 1, ours())
+    command = ["inventory", str(tmp_path / "cache"), "--no-torch", "--runs"]
+    assert compile_cache.main([*command, str(tmp_path / "cache")]) == 3
+    assert "there is no events.jsonl in it" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        compile_cache.main([*command, str(tmp_path / "none")])
+
+
 def test_a_summary_for_a_report_has_parts_and_states_or_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph(tmp_path, 1, ours())
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

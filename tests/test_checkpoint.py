@@ -58,6 +58,18 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str, damage: str)
         checkpoint.load(directory)
 
 
+def test_damaged_checkpoints_are_set_aside_until_one_is_whole(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        directory = checkpoint.save(tmp_path, make_state(tmp_path, step=step))
+        if step != 2:
+            (directory / "optimizer.safetensors").write_bytes(b"no tensors")
+    told = checkpoint.set_aside_damaged(tmp_path)
+    assert [text.partition(",")[0] for text in told] == ["set aside as damaged-step-000004", "set aside as damaged-step-000003"]
+    assert all("optimizer.safetensors has 10 bytes" in text and "remove this directory" not in text for text in told)
+    assert checkpoint.resolve(tmp_path, "last").name == "step-000002"
+    assert checkpoint.set_aside_damaged(tmp_path) == []
+
+
 def test_a_checkpoint_without_its_marker_does_not_exist(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, make_state(tmp_path, step=1))
     (checkpoint.save(tmp_path, make_state(tmp_path, step=2)) / checkpoint.MARKER).unlink()

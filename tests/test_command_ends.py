@@ -26,6 +26,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 """
 
 
+# Ctrl-C when a command imports the first of what it needs.
+_INTERRUPTED_IMPORT = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("argparse", "json") and "diagnostics.interrupts" in sys.modules:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has none
+"""
+
+
 def started(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     """A command of diagnostics."""
     return subprocess.Popen(
@@ -33,6 +45,16 @@ def started(*arguments: object, **options: Any) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="backslashreplace",
         **options,
     )  # fmt: skip
+
+
+def interrupted(how: str, name: str, folder: Path) -> subprocess.Popen[str]:
+    """A command that got Ctrl-C, when it has ended."""
+    (folder / "sitecustomize.py").write_text(how)
+    arguments = {"compile_cache": ["inventory"], "timeline": [folder], "triage": [os.devnull]}.get(name, [])
+    path = os.pathsep.join([str(folder), str(Path(__file__).parents[1])])
+    command = started(f"diagnostics.{name}", *arguments, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
+    command.wait()
+    return command
 
 
 @pytest.fixture
@@ -50,7 +72,7 @@ def test_a_reader_that_has_gone_changes_neither_exit_code_nor_files(tmp_path: Pa
     command = started("diagnostics.triage", empty, "--json", tmp_path / "found.json", stdout=writing)
     os.close(writing)
     _, told = command.communicate()
-    assert (command.returncode, told) == (3, "")
+    assert (command.returncode, told) == (3, f"triage: {empty} is empty: nothing was observed\n")
     assert (tmp_path / "found.json").exists()
 
 
@@ -77,12 +99,37 @@ def test_what_the_output_cannot_spell_is_escaped(log: Path) -> None:
 
 @pytest.mark.parametrize("name", ["environment", "compile_cache", "timeline", "triage"])
 def test_ctrl_c_is_told_in_a_line(name: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(_INTERRUPTED)
-    arguments = {"compile_cache": ["inventory"], "timeline": [tmp_path], "triage": [os.devnull]}.get(name, [])
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
-    command = started(f"diagnostics.{name}", *arguments, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
-    _, told = command.communicate()
-    assert (command.returncode, told) == (3, f"{name}: interrupted\n")
+    command = interrupted(_INTERRUPTED, name, tmp_path)
+    assert (command.returncode, command.communicate()[1]) == (130, f"{name}: interrupted\n")
+
+
+@pytest.mark.parametrize("name", ["bisect", "environment", "compile_cache", "timeline", "triage"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_quietly(name: str, tmp_path: Path) -> None:
+    command = interrupted(_INTERRUPTED_IMPORT, name, tmp_path)
+    assert (command.returncode, command.communicate()) == (130, ("", ""))
+
+
+def test_a_program_that_imports_a_command_keeps_its_ctrl_c() -> None:
+    code = "import signal; from diagnostics import triage; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    subprocess.run([sys.executable, "-c", f"import signal; signal.signal(2, signal.default_int_handler); {code}"], check=True)
+
+
+@pytest.mark.parametrize("name", ["timeline", "triage"])
+def test_no_escape_sequence_of_what_is_read_reaches_the_terminal(name: str, tmp_path: Path) -> None:
+    evil = "\x1b]0;title\x07\x1b[31mred\x9b2J\u202e"
+    folder = tmp_path / f"run{evil}"
+    folder.mkdir()
+    log = folder / f"a{evil}.log"
+    failure = f'Traceback (most recent call last):\n  File "/a{evil}.py", line 1, in f{evil}\nValueError: {evil}\x1bP of it\n'
+    log.write_text(f"2026-11-30 04:00:00,000 step 1 tok/s 2000 {evil}\n{failure}" * 3)
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    subprocess.run(["git", "-C", folder, *author, "commit", "-qm", f"subject {evil}", "--allow-empty"], check=True)
+    for arguments in ([log if name == "triage" else folder], [tmp_path / f"none{evil}"]):
+        command = started(f"diagnostics.{name}", *arguments, stdout=subprocess.PIPE)
+        shown = "".join(command.communicate())
+        assert "x1b]0;title" in shown
+        assert not set("\x1b\x07\x9b\u202e") & set(shown)
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

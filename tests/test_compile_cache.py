@@ -11,6 +11,7 @@ from helpers_training import make_config
 from dflash import events
 from dflash.compile_cache import CompileCache, fingerprint
 from dflash.trainer import train
+from diagnostics.caches import past_runs
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,6 +40,16 @@ def test_a_run_uses_the_directory_of_its_fingerprint_and_the_environment_comes_b
     assert result["compile_cache"] == "cold"
     assert seen == [str(tmp_path / "cache" / fingerprint() / "torch")]
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+    ((run,), notes) = past_runs.read([tmp_path])
+    assert (run.log, run.directory, run.state, notes) == (str(tmp_path / "run/events.jsonl"), seen[0], "cold", [])
+    assert run.graphs == {"hits": 0, "misses": 0, "bypassed": 0}  # this backend keeps no graphs
+
+
+def test_a_failed_run_tells_of_its_cache_too(tmp_path: Path) -> None:
+    seen: list[events.Event] = []
+    with events.subscribed(seen.append), pytest.raises(ZeroDivisionError), CompileCache(tmp_path).active():
+        raise ZeroDivisionError
+    assert seen[-1].name == "compile_cache"
 
 
 CHILD = """
@@ -47,11 +58,17 @@ from pathlib import Path
 import torch
 from dflash.compile_cache import CompileCache
 from torch._dynamo.utils import counters
-cache = CompileCache(Path(sys.argv[1]))
-with cache.active():
+from dflash import events
+cache, seen = CompileCache(Path(sys.argv[1])), []
+counters["inductor"]["fxgraph_cache_hit"] += 7  # of what compiled before
+with events.subscribed(lambda event: seen.append(event.fields) if event.name == "compile_cache" else None), cache.active():
     torch.compile(lambda x: x @ x)(torch.ones(8, 8))  # no C++ to build
     cache.save()
-print(json.dumps([cache.state, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]]))
+(told,) = seen
+assert told["state"] == cache.state
+assert sum(told["autograd"].values()) == 1, told
+assert Path(told["directory"]).is_dir()
+print(json.dumps([cache.state, told["graphs"]["hits"], told["graphs"]["misses"]]))
 """
 
 

@@ -20,7 +20,8 @@ SECRETS = (
 @pytest.mark.parametrize("secret", SECRETS)
 @pytest.mark.parametrize(
     "text",
-    ["https://user:{}@host.example/simple/", "https://{}@github.com/o/r.git", "https://h/x?token={}&n=1", "API_KEY={}",
+    ["https://user:{}@host.example/simple/", "https://{}@github.com/o/r.git", "me:{}@host.example:o/r.git",
+     "remote x:{}@host:r", "https://h/x?token={}&n=1", "API_KEY={}",
      "--hf-token {} --steps 3", "--password={}", "Authorization: Bearer {}", '{{"api_key": "{}"}}', "x --wandb-api-key '{}'"],
 )  # fmt: skip
 def test_a_secret_where_secrets_stand_is_masked(text: str, secret: str) -> None:
@@ -45,7 +46,7 @@ def test_a_variable_with_a_secret_name_shows_nothing_of_its_value(value: str) ->
 @pytest.mark.parametrize(
     "text",
     ["TOKENIZERS_PARALLELISM=false", "tokens_per_second=21500.5", "expandable_segments:True", "/opt/pypi-more/simple",
-     "git@github.com:o/r.git",
+     "git@github.com:o/r.git", "at 12:30 git@host:r",
      "/usr/lib/x86_64-linux-gnu:/usr/local/cuda-12.8/lib64", "GPU-08f3e30a-8a10-0135-bada-13f71feaef21,1",
      "/data/Projects2/some/long/folder/of/caches/abc", "git+https://github.com/o/r@v1.0",
      "python -m dflash train --steps 30 --max-tokens 512", "570.124.06"],

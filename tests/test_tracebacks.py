@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diagnostics.logs.reader import Line, blocks, lines
+from diagnostics.logs.reader import blocks, lines
 from diagnostics.logs.traceback import Traceback
 from diagnostics.logs.tracebacks import TracebackReader
 
@@ -29,11 +29,12 @@ def printed(name: str, frames: list[tuple[str, int]], message: str) -> list[str]
 
 
 def read(text: list[str] | str) -> list[Traceback]:
-    reader, done = TracebackReader(), []
+    reader = TracebackReader()
+    done: list[Traceback] = []
     raw = text if isinstance(text, str) else "\n".join(text)
     for number, one in enumerate(b"".join(blocks(io.BytesIO(raw.encode()))).split(b"\n"), 1):
-        for line in lines(one, number):
-            done += reader.feed(line)[1]
+        for line in lines(one):
+            reader.feed(line, number, done)
     return done + reader.finish()
 
 
@@ -120,8 +121,8 @@ def test_a_log_cut_anywhere_keeps_every_exception_that_is_left(
 def test_any_bytes_are_read_without_an_error(junk: bytes) -> None:
     reader = TracebackReader()
     for number, raw in enumerate((junk + b'\n  File "x", line 1\nTraceback (most recent call last)\n' + junk).split(b"\n"), 1):
-        for line in lines(raw, number):
-            reader.feed(line)
+        for line in lines(raw):
+            reader.feed(line, number, [])
     reader.finish()
 
 
@@ -157,11 +158,13 @@ def test_an_exception_group_and_its_parts_are_read() -> None:
 
 
 def test_memory_does_not_grow_with_tracebacks_that_never_end() -> None:
-    reader, handed = TracebackReader(), 0
+    reader = TracebackReader()
+    handed: list[Traceback] = []
     for number in range(20_000):
-        handed += len(reader.feed(Line(number, f"rank {number}", "Traceback (most recent call last):"))[1])
-    assert len(reader._streams) <= 4096
-    assert handed >= 20_000 - 4096
+        (line,) = lines(b"[rank%d]: Traceback (most recent call last):" % number)
+        reader.feed(line, number, handed)
+    assert len(reader.streams) <= 4096
+    assert len(handed) >= 20_000 - 4096
 
 
 def shuffled(queues: list[list[str]], seed: int) -> list[str]:

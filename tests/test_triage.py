@@ -320,8 +320,30 @@ def test_the_encoding_of_a_log_does_not_matter(encoding: str) -> None:
     text = "Köln: step 1 loss 2.0\n" * 4 + f"{OOM}\n"
     group = next(iter(search(text.encode(encoding))))
     assert (group.kind.id, group.evidence[0].first_line) == ("cuda-oom", 5)
-    (line,) = reader.lines("Köln".encode("latin-1" if encoding == "latin-1" else "utf-8"), 1)
+    (line,) = reader.lines("Köln".encode("latin-1" if encoding == "latin-1" else "utf-8"))
     assert line.text == "Köln"
+
+
+WIDE = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+
+
+@pytest.mark.parametrize("encoding", WIDE)
+def test_a_wide_encoding_is_seen_by_its_few_ascii_characters(encoding: str) -> None:
+    text = "第一步训练损失正在下降一切正常\n" * 30
+    assert b"".join(reader.blocks(io.BytesIO(text.encode(encoding)))).decode() == text
+
+
+@pytest.mark.parametrize("encoding", WIDE)
+def test_what_two_programs_wrote_in_two_encodings_is_read(encoding: str) -> None:
+    wide, ascii_ = ("step 1 loss 2.0\n" * 20).encode(encoding), b"step 1 loss 2.0\n" * 20
+    assert [group.kind.id for group in search(wide + ascii_ + OOM.encode() + b"\n")] == ["cuda-oom"]
+    assert [group.kind.id for group in search(ascii_ + wide + OOM.encode(encoding))] == ["cuda-oom"]
+
+
+@pytest.mark.parametrize("pattern", [b"\x01\0\0\0", b"\x07\x01\0\0", b"\x03\0", b"\0\x12\x05\0"])
+def test_numbers_are_no_text_in_a_wide_encoding(pattern: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(pattern * 500)
+    assert triage.main([str(tmp_path / "a")]) == 2
 
 
 @pytest.mark.parametrize("tail", ["", "\n"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from dflash.engine import stacks
 from dflash.engine.loops import Doing
@@ -22,11 +24,11 @@ MONOTONIC = time.monotonic
 class Bench:
     """Rank 0 of three; the others are on another machine."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.store = HashStore()
         self.doing = Doing()
         self.peers = [Peer(rank=rank, worker=f"w{rank}", host=f"host{min(rank, 1)}", pid=os.getpid()) for rank in range(3)]
-        self.watch = Watch(self.store, self.peers, 0, self.doing, timeout_seconds=TIMEOUT_SECONDS, directory=directory)
+        self.watch = Watch(self.store, self.peers, 0, self.doing, timeout_seconds=timeout_seconds, directory=directory)
 
     def beat(self, rank: int, count: int, kind: str = "working", seconds: float = 0.0) -> None:
         beat = {"count": count, "kind": kind, "text": f"place {rank}", "seconds": seconds}
@@ -103,6 +105,46 @@ def test_a_lost_connection_blames_the_other_end(bench: Bench, capfd: pytest.Capt
     assert "rank 1 (w1" in shown
     assert "has left (lost the connection to rank 1: Connection closed by peer [127.0.0.1]:99)" in shown
     assert "at its last sign of life it was at: place 1" in shown
+
+
+def test_a_rank_that_cannot_reach_the_store_ends_and_says_where_it_was(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def gone(*_: object) -> None:
+        raise DistNetworkError("Broken pipe")
+
+    monkeypatch.setattr(bench.watch, "_store", types.SimpleNamespace(check=gone, get=gone, set=gone))
+    bench.doing.text = "gradients of micro-batch 12"
+    assert bench.watch.failed(PeerLost(1, RuntimeError("closed"))).code == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: rank 0 (w0")
+    assert "cannot reach torchrun's store: Broken pipe; before that: PeerLost: lost the connection to rank 1: closed" in line
+    assert "it was at: gradients of micro-batch 12" in line
+
+
+def test_a_rank_whose_store_never_answers_is_ended_by_the_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A network that swallows everything: the watching thread hangs in the store."""
+
+    def no_answer(*_: object) -> None:
+        silent.wait()
+        raise DistNetworkError("the network is back")
+
+    silent, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(stacks, "DUMP_SECONDS", 0.1)
+    monkeypatch.setattr("dflash.engine.watch.os._exit", lambda code: ended.set() if code == 1 else None)
+    bench = Bench(tmp_path, timeout_seconds=0.2)
+    bench.watch.start()
+    monkeypatch.setattr(bench.watch, "_store", types.SimpleNamespace(set=no_answer))
+    try:
+        assert ended.wait(30)
+        assert "cannot reach torchrun's store: no answer for" in capfd.readouterr().err
+    finally:
+        bench.watch._stopped.set()
+        silent.set()
+        for thread in (bench.watch._guard, bench.watch._thread):
+            thread.join()
 
 
 def test_leaving_at_the_end_or_after_bad_input_is_no_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

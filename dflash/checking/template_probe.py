@@ -17,8 +17,8 @@ import numpy as np
 from dflash.batch import Example
 from dflash.checking.settings import Check, judged, unobserved
 from dflash.checking.subject import Subject
-from dflash.config import PrepareConfig
 from dflash.data import chat
+from dflash.data.audit import prompt_of, prompts_config
 from dflash.data.examples import DataError, Meta, load_examples
 from dflash.data.meta import SPLITS
 from dflash.data.prompts import load_prompts
@@ -95,22 +95,23 @@ def _render(subject: Subject, meta: Meta, examples: list[Example]) -> Check:
     endings = [chat.generation_prompt(subject.tokenizer, enable_thinking=mode) for mode in (False, True)]
     if not all(endings):
         return unobserved("template.render", f"{meta.prompts} cannot be read again, and the template has no fixed ending")
-    other = [example.sample_id for example in examples if not any(_ends_with(_prompt(example), ending) for ending in endings)]
+    other = [example.sample_id for example in examples if not any(_ends_with(prompt_of(example), ending) for ending in endings)]
     found = f"{len(examples) - len(other)} of {len(examples)} prompts end as the template asks for an answer"
     found += f", for example not {other[0]}" if other else f"; {meta.prompts or 'the prompts'} cannot be read again"
     return judged("template.render", not other, found, _FIX)
 
 
 def _rendered_again(subject: Subject, meta: Meta, examples: list[Example]) -> Check:
-    prompts, _ = load_prompts(PrepareConfig(prompts=meta.prompts, output=Path("unused")))
-    messages = {prompt.sample_id: prompt.messages for prompt in prompts}
-    known = [example for example in examples if example.sample_id in messages]
+    loaded = load_prompts(prompts_config(meta))
+    prompts = {prompt.sample_id: prompt for prompt in loaded.prompts}
+    known = [example for example in examples if example.sample_id in prompts]
     if not known:
         return unobserved("template.render", f"{meta.prompts} holds none of the data's prompts")
     different = []
     for example in known:
-        now = chat.render_prompt(subject.tokenizer, messages[example.sample_id], enable_thinking=meta.enable_thinking)
-        if now != _prompt(example):
+        asked = prompts[example.sample_id]
+        now = chat.render_prompt(subject.tokenizer, asked.messages, enable_thinking=meta.enable_thinking, tools=asked.tools)
+        if now != prompt_of(example):
             different.append(example.sample_id)
     found = f"{len(known) - len(different)} of {len(known)} prompts of {meta.prompts} render to the data's tokens again"
     found += f", for example not {different[0]}" if different else ""
@@ -127,7 +128,7 @@ def _thinking(subject: Subject, meta: Meta, examples: list[Example]) -> Check:
     longer_is_other = len(other) > len(mine)  # one ending may be the end of the other: the longer one decides
     wrong = 0
     for example in examples:
-        is_mine, is_other = (_ends_with(_prompt(example), ending) for ending in (mine, other))
+        is_mine, is_other = (_ends_with(prompt_of(example), ending) for ending in (mine, other))
         wrong += is_other and (longer_is_other or not is_mine)
     word = {True: "on", False: "off"}
     found = f"{wrong} of {len(examples)} prompts were rendered with thinking {word[not served]}, served is {word[served]}"
@@ -151,12 +152,6 @@ def _supervision(tokenizer: Any, meta: Meta, examples: list[Example]) -> Check:
         answer = first.ids[first.loss_mask].tolist()
         found += f", from {tokenizer.decode(answer[:4])!r} to {tokenizer.decode(answer[-2:])!r} in the first"
     return judged("template.supervision", not problems, "; ".join([found, *problems]), "supervise what the target wrote, only")
-
-
-def _prompt(example: Example) -> list[int]:
-    """The tokens before the first supervised one."""
-    count = int(example.loss_mask.argmax()) if example.loss_mask.any() else len(example.ids)
-    return [int(token) for token in example.ids[:count]]
 
 
 def _ends_with(ids: list[int], ending: list[int]) -> bool:

@@ -26,7 +26,8 @@ import numpy.typing as npt
 
 from dflash.data.meta import DataError
 
-Message = dict[str, str]  # role, content
+Message = dict[str, Any]  # role and content, both text; tool_calls, tool_call_id, name, reasoning_content where there are any
+Tools = Sequence[dict[str, Any]]  # descriptions of functions, which the template renders
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -66,12 +67,12 @@ def template_sha256(tokenizer: Any) -> str:
     return hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
 
 
-def render_prompt(tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool = False) -> list[int]:
+def render_prompt(tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool = False, tools: Tools = ()) -> list[int]:
     """Tokens that the target is given when it is asked to answer `messages`.
 
     Raises PromptError when the template refuses the messages.
     """
-    text = _render_text(tokenizer, messages, enable_thinking=enable_thinking, generation_prompt=True)
+    text = _render_text(tokenizer, messages, tools, enable_thinking=enable_thinking, generation_prompt=True)
     return _tokenize(tokenizer, text).ids
 
 
@@ -81,7 +82,7 @@ def generation_prompt(tokenizer: Any, *, enable_thinking: bool = False) -> list[
     Raises PromptError when the template refuses a single user message.
     """
     messages = [{"role": "user", "content": "x"}]
-    told = _tokenize(tokenizer, _render_text(tokenizer, messages, enable_thinking=enable_thinking)).ids
+    told = _tokenize(tokenizer, _render_text(tokenizer, messages, (), enable_thinking=enable_thinking)).ids
     asked = render_prompt(tokenizer, messages, enable_thinking=enable_thinking)
     return asked[len(told) :] if asked[: len(told)] == told else []
 
@@ -89,18 +90,20 @@ def generation_prompt(tokenizer: Any, *, enable_thinking: bool = False) -> list[
 def render(
     tokenizer: Any,
     messages: Sequence[Message],
-    answer: str,
+    answer: str | Message,
     *,
     end_token_ids: Collection[int],
     enable_thinking: bool = False,
     supervise: Literal["all", "last"] = "all",
+    tools: Tools = (),
 ) -> Rendered:
     """Render `messages` with `answer` as the assistant's last turn; supervise every assistant turn, or only the last.
 
     Raises PromptError when the template refuses the messages, DataError when it breaks the prefix law (module docstring).
     """
-    conversation = [*messages, {"role": "assistant", "content": answer}]
-    full = _tokenize(tokenizer, _render_text(tokenizer, conversation, enable_thinking=enable_thinking))
+    last = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+    conversation = [*messages, last]
+    full = _tokenize(tokenizer, _render_text(tokenizer, conversation, tools, enable_thinking=enable_thinking))
     turns = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
     marked = supervise == "all" and _GENERATION_BLOCK.search(chat_template(tokenizer)) is not None
     if marked or supervise == "last":
@@ -108,21 +111,29 @@ def render(
     first = 0
     loss_mask = np.zeros(len(full.ids), dtype=np.bool_)
     for turn in turns:
-        first, stop = _turn_tokens(tokenizer, conversation, turn, full, end_token_ids, enable_thinking=enable_thinking)
+        first, stop = _turn_tokens(
+            tokenizer, conversation, turn, full, end_token_ids, enable_thinking=enable_thinking, tools=tools
+        )
         loss_mask[first:stop] = True
     if marked:
-        spans = _marked_by_template(tokenizer, conversation, full, end_token_ids, enable_thinking=enable_thinking)
+        spans = _marked_by_template(tokenizer, conversation, full, end_token_ids, enable_thinking=enable_thinking, tools=tools)
         for start, stop in spans:
             if stop < first:  # a block that reaches `first` belongs to the last turn, which is known already
                 loss_mask[start:stop] = True
     return Rendered(ids=np.array(full.ids, dtype=np.int32), loss_mask=loss_mask, prompt_tokens=first)
 
 
-def _render_text(tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool, generation_prompt: bool = False) -> str:
+def _render_text(
+    tokenizer: Any, messages: Sequence[Message], tools: Tools, *, enable_thinking: bool, generation_prompt: bool = False
+) -> str:
     chat_template(tokenizer)
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generation_prompt, enable_thinking=enable_thinking
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            enable_thinking=enable_thinking,
         )
     except jinja2.TemplateError as error:
         raise PromptError(f"the chat template refuses it: {error}") from error
@@ -142,9 +153,10 @@ def _turn_tokens(
     end_token_ids: Collection[int],
     *,
     enable_thinking: bool,
+    tools: Tools,
 ) -> tuple[int, int]:
     """First and one past the last token that the assistant generates in `turn`."""
-    asked = _render_text(tokenizer, conversation[:turn], enable_thinking=enable_thinking, generation_prompt=True)
+    asked = _render_text(tokenizer, conversation[:turn], tools, enable_thinking=enable_thinking, generation_prompt=True)
     prompt_ids = _tokenize(tokenizer, asked).ids
     if not full.text.startswith(asked):
         raise DataError(_rewritten(asked, full.text, turn, last=turn == len(conversation) - 1))
@@ -157,7 +169,7 @@ def _turn_tokens(
     if turn == len(conversation) - 1:
         end = len(full.text)
     else:
-        answered = _render_text(tokenizer, conversation[: turn + 1], enable_thinking=enable_thinking)
+        answered = _render_text(tokenizer, conversation[: turn + 1], tools, enable_thinking=enable_thinking)
         if not full.text.startswith(answered):
             raise DataError(_rewritten(answered, full.text, turn, last=False))
         end = len(answered)
@@ -185,10 +197,15 @@ def _marked_by_template(
     end_token_ids: Collection[int],
     *,
     enable_thinking: bool,
+    tools: Tools,
 ) -> list[tuple[int, int]]:
     """First and one past the last token of every `{% generation %}` block; a block that has an end token ends with it."""
     encoded = tokenizer.apply_chat_template(
-        list(conversation), return_dict=True, return_assistant_tokens_mask=True, enable_thinking=enable_thinking
+        list(conversation),
+        tools=list(tools) or None,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        enable_thinking=enable_thinking,
     )
     if list(encoded["input_ids"]) != full.ids:
         raise DataError("the chat template renders differently each time: remove dates and random choices from it")

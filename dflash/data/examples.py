@@ -23,15 +23,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dflash.batch import Example
+from dflash.data.answers import Unanswered
 from dflash.data.meta import (
     EXAMPLES_FILE,
     MARKER_FILE,
     META_FILE,
     SKIPPED_FILE,
     SPLITS,
+    UNANSWERED_FILE,
     DataError,
     Meta,
     Split,
@@ -41,7 +44,16 @@ from dflash.data.meta import (
 )
 from dflash.files import sync
 
-__all__ = ["DataError", "Meta", "check_matches", "load_examples", "load_meta", "require_unpublished", "write_examples"]
+__all__ = [
+    "DataError",
+    "Meta",
+    "check_matches",
+    "iterate_examples",
+    "load_examples",
+    "load_meta",
+    "require_unpublished",
+    "write_examples",
+]
 
 ROW_GROUP = 4096
 
@@ -57,7 +69,12 @@ SCHEMA = pa.schema(
 
 
 def write_examples(
-    path: Path, splits: Mapping[str, Sequence[Example]], meta: Meta, *, skipped: Sequence[tuple[str, str]] = ()
+    path: Path,
+    splits: Mapping[str, Sequence[Example]],
+    meta: Meta,
+    *,
+    skipped: Sequence[tuple[str, str]] = (),
+    unanswered: Sequence[Unanswered] = (),
 ) -> Meta:
     """Publish examples (train and heldout) as the new directory `path`; return the meta with its counts.
 
@@ -75,7 +92,7 @@ def write_examples(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
-        _write_directory(aside, splits, meta, skipped)
+        _write_directory(aside, splits, meta, skipped, unanswered)
         aside.rename(path)
     except OSError as error:
         if aside is not None:
@@ -99,23 +116,40 @@ def require_unpublished(path: Path) -> None:
 
 def load_examples(path: Path, split: Split) -> list[Example]:
     """Read the examples of one split. Raises DataError on anything half-written, damaged or foreign."""
+    return list(iterate_examples(path, split))
+
+
+def iterate_examples(path: Path, split: Split) -> Iterator[Example]:
+    """The examples of one split in the order of the file, one row group in memory at a time.
+
+    Raises DataError on anything half-written, damaged or foreign; a damage, and a wrong count, only when it is reached.
+    """
     if split not in SPLITS:
         raise DataError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
     meta, rows = open_prepared(path)
     file = path / EXAMPLES_FILE
     _check_file(file, rows)
+    found = 0
+    for table in _row_groups(file, split):
+        found += table.num_rows
+        for example in _to_examples(table):
+            problem = _problem(example, meta.vocab_size)
+            if problem is not None:
+                raise DataError(f"{file}: {problem}; prepare the data again")
+            yield example
+    expected = meta.examples.get(split, 0)
+    if found != expected:
+        raise DataError(f"{file} holds {found} {split} examples, {META_FILE} says {expected}: prepare the data again")
+
+
+def _row_groups(file: Path, split: Split) -> Iterator[Any]:
     try:
-        table = pq.read_table(file, schema=SCHEMA, filters=[("split", "=", split)], page_checksum_verification=True)
+        with pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False) as content:
+            for number in range(content.num_row_groups):
+                table = content.read_row_group(number, use_threads=False)
+                yield table.filter(pc.field("split") == split)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{file} is damaged ({error}): prepare the data again") from error
-    expected = meta.examples.get(split, 0)
-    if table.num_rows != expected:
-        raise DataError(f"{file} holds {table.num_rows} {split} examples, {META_FILE} says {expected}: prepare the data again")
-    examples = list(_to_examples(table))
-    problem = next((text for text in (_problem(example, meta.vocab_size) for example in examples) if text), None)
-    if problem is not None:
-        raise DataError(f"{file}: {problem}; prepare the data again")
-    return examples
 
 
 def _check_file(file: Path, rows: object) -> None:
@@ -156,7 +190,11 @@ def _problem(example: Example, vocab_size: int) -> str | None:
 
 
 def _write_directory(
-    aside: Path, splits: Mapping[str, Sequence[Example]], meta: Meta, skipped: Sequence[tuple[str, str]]
+    aside: Path,
+    splits: Mapping[str, Sequence[Example]],
+    meta: Meta,
+    skipped: Sequence[tuple[str, str]],
+    unanswered: Sequence[Unanswered],
 ) -> None:
     file = aside / EXAMPLES_FILE
     with pq.ParquetWriter(file, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
@@ -172,7 +210,10 @@ def _write_directory(
     }
     lines = [json.dumps({"sample_id": sample_id, "reason": reason}) + "\n" for sample_id, reason in skipped]
     sync(file)
-    for name, text in ((META_FILE, meta_text), (SKIPPED_FILE, "".join(lines)), (MARKER_FILE, json.dumps(marker) + "\n")):
+    texts = {META_FILE: meta_text, SKIPPED_FILE: "".join(lines)}
+    if unanswered:
+        texts[UNANSWERED_FILE] = "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in unanswered)
+    for name, text in {**texts, MARKER_FILE: json.dumps(marker) + "\n"}.items():
         (aside / name).write_text(text, encoding="utf-8")
         sync(aside / name)
     aside.chmod(0o777 & ~_umask())

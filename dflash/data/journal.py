@@ -7,6 +7,7 @@ matches its question, and the journal is used again only under the same fingerpr
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import io
@@ -18,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from dflash.data.answers import Answer, Unanswered, from_record, record_of
 from dflash.data.generate import Question
-from dflash.data.meta import DataError
+from dflash.data.meta import UNANSWERED_FILE, DataError
 
 ANSWERS_FILE, FINGERPRINT_FILE = "answers.jsonl", "fingerprint.json"
 
@@ -33,7 +35,7 @@ class AnswerJournal:
 
     def __init__(self, output: Path, fingerprint: Mapping[str, Any]) -> None:
         self.directory = output.with_name(f".{output.name}.answers")
-        self.found: dict[str, list[int]] = {}
+        self.found: dict[str, Answer] = {}
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._digests: dict[str, str] = {}
         self._file: io.FileIO | None = None
@@ -56,17 +58,17 @@ class AnswerJournal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._close()
 
-    def take(self, question: Question) -> list[int] | None:
+    def take(self, question: Question) -> Answer | None:
         """The answer of an earlier go to exactly this question."""
         if self._digests.get(question.sample_id) != _digest(question):
             return None
         return self.found[question.sample_id]
 
-    def append(self, questions: Sequence[Question], answers: Sequence[Sequence[int]]) -> None:
+    def append(self, questions: Sequence[Question], answers: Sequence[Answer]) -> None:
         """Keep the answers of one batch; they are on the disk when this returns."""
         assert self._file is not None
         lines = [
-            json.dumps({"sample_id": question.sample_id, "question": _digest(question), "answer": list(answer)}) + "\n"
+            json.dumps({"sample_id": question.sample_id, "question": _digest(question), **record_of(answer)}) + "\n"
             for question, answer in zip(questions, answers, strict=True)
         ]
         try:
@@ -78,6 +80,15 @@ class AnswerJournal:
             raise DataError(
                 f"{self._file.name}: cannot keep answers ({error}); make room and run the same command again, it goes on there"
             ) from error
+
+    def list_unanswered(self, unanswered: Sequence[Unanswered]) -> Path:
+        """Write the questions of this go that have no answer beside the answers; they are asked again by the next go."""
+        file = self.directory / UNANSWERED_FILE
+        try:
+            file.write_text("".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in unanswered), encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"{file}: cannot list what was not answered ({error})") from error
+        return file
 
     def remove(self) -> None:
         """Delete the journal; its answers are published."""
@@ -119,7 +130,7 @@ class AnswerJournal:
                 record = json.loads(line) if line.endswith(b"\n") else None
                 if record is None:
                     break
-                self.found[record["sample_id"]] = [int(token) for token in record["answer"]]
+                self.found[record["sample_id"]] = from_record(record)
                 self._digests[record["sample_id"]] = record["question"]
             except (ValueError, KeyError, TypeError):
                 break

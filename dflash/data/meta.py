@@ -4,6 +4,7 @@ A prepared directory holds
     examples.parquet   sample_id, ids, loss_mask, prompt_tokens, split; the pages carry checksums
     meta.json          which target, vocabulary, mask token and template the examples belong to (`Meta`)
     skipped.jsonl      one line per prompt that has no example, with the reason
+    unanswered.jsonl   of these, the prompts that a server did not answer: tries, and what it said last
     COMPLETE           written last: row count, bytes of the Parquet file, digest of meta.json
 """
 
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 FORMAT_VERSION = 1
 EXAMPLES_FILE, META_FILE, SKIPPED_FILE, MARKER_FILE = "examples.parquet", "meta.json", "skipped.jsonl", "COMPLETE"
+UNANSWERED_FILE = "unanswered.jsonl"
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
@@ -25,6 +27,10 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 class DataError(ValueError):
     """Prompts or prepared data that cannot be used; the message says what was found and what to do. Commands exit with 2."""
+
+
+class PrepareFailed(Exception):
+    """Answering ended before its end; what was answered is kept, and the same command goes on. Commands exit with 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,12 @@ class Meta:
     max_new_tokens: int = 0
     seed: int = 0
     prompts: str = ""
+    prompt_field: str | None = None
+    split: str = "train"  # of the source
+    turns: Literal["last", "each"] = "last"
+    server: str | None = None  # model name and interface of the server that answered; None: the process of `prepare` did
+    finish_reasons: dict[str, int] = field(default_factory=dict)  # answers that ended with their end token, and those cut
+    retokenized_answers: int = 0  # a server gave text only: their tokens may differ from those that were written
     truncated_answers: int = 0  # answers that reached max_new_tokens before their end token
     examples: dict[str, int] = field(default_factory=dict)  # per split
     skipped: dict[str, int] = field(default_factory=dict)  # per reason

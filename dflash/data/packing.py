@@ -1,6 +1,6 @@
 """Examples to batches of one declared shape, in an order that depends only on (seed, epoch).
 
-Rows are planned once, from the lengths alone: best fit, longest first. What changes from epoch to epoch is which of the
+Rows are planned once, from the lengths alone (`dflash.data.rows`). What changes from epoch to epoch is which of the
 examples of equal length takes which place, and in which order the rows come. Every epoch therefore has the same number
 of batches, and any batch is found from its number without walking through those before it: a resumed run needs only
 the number. Both orders come from hashes of (seed, epoch, sample id), so they do not depend on the order of the files.
@@ -8,18 +8,21 @@ the number. Both orders come from hashes of (seed, epoch, sample id), so they do
 Documents are never split over rows, and every example that is not listed in `skipped` comes exactly once per epoch.
 The last batch of an epoch may hold rows of nothing but padding.
 
-Known limit: examples of a length that no other example has keep their neighbours in every epoch.
+Examples are read when they are needed, and about 30 bytes of each are kept (37 while they are opened): with a spool
+(`dflash.data.spool`) the data may be larger than memory.
+
+Known limits: examples of a length that no other example has keep their neighbours in every epoch; all examples are read once
+before the first batch, to see which of them can be trained on.
 
 Legend: R rows of a batch, S tokens of a row, N anchor slots of a row.
 """
 
 from __future__ import annotations
 
-import hashlib
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +32,7 @@ from dflash.batch import Example, PackedBatch, Position
 from dflash.config import DataConfig
 from dflash.data.anchors import PlacedDocument, draw_anchors, eligible_anchors
 from dflash.data.meta import DataError
+from dflash.data.rows import epoch_keys, hash_id, order_within_lengths, plan_rows
 
 PADDING_DOCUMENT = -1
 
@@ -44,23 +48,27 @@ class PackedStream:
         self.config = config
         self.seed = seed
         self.pad_token_id = pad_token_id
-        _require_unique_ids(examples)
         admitted = _admit(examples, config)
+        _require_unique_ids(examples, admitted)
         self.skipped = admitted.skipped
         self.truncated = admitted.truncated
-        if not admitted.examples:
+        if len(admitted.numbers) == 0:
             raise DataError(_nothing_left(len(examples), self.skipped))
-        self._examples = sorted(admitted.examples, key=lambda example: -len(example.ids))
-        self._hashes = _hash_ids([example.sample_id for example in self._examples])
-        lengths = [len(example.ids) for example in self._examples]
-        self._lengths = np.array(lengths, dtype=np.int64)
-        self._plan = _plan_rows(lengths, config.sequence_length, config.packing)
+        self._source = examples
+        self._numbers, self._lengths, self._hashes = _longest_first(admitted)
+        del admitted  # what planning needs as well should not add to it
+        self._plan = plan_rows(self._lengths, config.sequence_length, config.packing)
         self._recent_orders: tuple[_EpochOrder, ...] = ()
 
     @property
     def num_examples(self) -> int:
         """Examples delivered in every epoch."""
-        return len(self._examples)
+        return len(self._numbers)
+
+    @property
+    def examples(self) -> Iterator[Example]:
+        """What is delivered in every epoch, from the longest to the shortest, cut to S tokens."""
+        return (self._example(number) for number in range(self.num_examples))
 
     @property
     def num_rows(self) -> int:
@@ -85,21 +93,26 @@ class PackedStream:
         order = self._order(position.epoch)
         first = position.batch * self.config.rows_per_batch
         rows = [
-            [self._examples[order.example_of_place[place]] for place in self._plan.places(int(row))]
+            [self._example(int(order.example_of_place[place])) for place in self._plan.places(int(row))]
             for row in order.rows[first : first + self.config.rows_per_batch]
         ]
         rows += [[] for _ in range(self.config.rows_per_batch - len(rows))]
         return self._fill(rows, index, position)
 
+    def _example(self, number: int) -> Example:
+        """Number `number` from the longest to the shortest, cut to a row."""
+        example = self._source[int(self._numbers[number])]
+        length = self.config.sequence_length
+        return Example(sample_id=example.sample_id, ids=example.ids[:length], loss_mask=example.loss_mask[:length])
+
     def _order(self, epoch: int) -> _EpochOrder:
         order = next((order for order in self._recent_orders if order.epoch == epoch), None)
         if order is None:
-            keys = _epoch_keys(self._hashes, self.seed, epoch)
             row_hashes = np.arange(self.num_rows, dtype=np.uint64)
             order = _EpochOrder(
                 epoch=epoch,
-                example_of_place=np.lexsort((keys, -self._lengths)),
-                rows=np.argsort(_epoch_keys(row_hashes, self.seed, epoch), kind="stable"),
+                example_of_place=order_within_lengths(self._lengths, self._hashes, self.seed, epoch),
+                rows=np.argsort(epoch_keys(row_hashes, self.seed, epoch), kind="stable"),
             )
             # Two epochs, because workers that are a batch apart cross the end of an epoch one after the other. The tuple is
             # replaced, never edited: threads that race compute the same order twice, and that is all.
@@ -146,31 +159,29 @@ class PackedStream:
 
 @dataclass(frozen=True, kw_only=True)
 class _Admitted:
-    examples: list[Example]
+    """The examples that can be trained on, in the order of the source."""
+
+    numbers: npt.NDArray[np.int32]  # [examples], in the source
+    lengths: npt.NDArray[np.int32]  # [examples], tokens, at most S
+    all_hashes: npt.NDArray[np.uint64]  # [examples of the source], of the sample ids
     skipped: list[tuple[str, str]]
     truncated: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RowPlan:
-    """Places are numbered from the longest example to the shortest; row r holds `flat[offsets[r] : offsets[r + 1]]`."""
-
-    flat: npt.NDArray[np.int64]  # [places]
-    offsets: npt.NDArray[np.int64]  # [rows + 1]
-
-    def places(self, row: int) -> npt.NDArray[np.int64]:
-        return self.flat[self.offsets[row] : self.offsets[row + 1]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class _EpochOrder:
     epoch: int
-    example_of_place: npt.NDArray[np.int64]  # [places]
+    example_of_place: npt.NDArray[np.int32]  # [places]
     rows: npt.NDArray[np.int64]  # [rows], a permutation
 
 
-def _require_unique_ids(examples: Sequence[Example]) -> None:
-    counts = Counter(example.sample_id for example in examples)
+def _require_unique_ids(examples: Sequence[Example], admitted: _Admitted) -> None:
+    hashes = np.sort(admitted.all_hashes)
+    doubtful = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
+    if len(doubtful) == 0:
+        return
+    numbers = np.flatnonzero(np.isin(admitted.all_hashes, doubtful))
+    counts = Counter(examples[int(number)].sample_id for number in numbers)
     repeated = [sample_id for sample_id, count in counts.items() if count > 1]
     if repeated:
         raise DataError(
@@ -179,10 +190,11 @@ def _require_unique_ids(examples: Sequence[Example]) -> None:
 
 
 def _admit(examples: Sequence[Example], config: DataConfig) -> _Admitted:
-    kept: list[Example] = []
+    numbers, lengths, hashes = array("i"), array("i"), array("Q")
     skipped: list[tuple[str, str]] = []
     truncated: list[str] = []
-    for example in examples:
+    for number, example in enumerate(examples):
+        hashes.append(hash_id(example.sample_id))
         cut = len(example.ids) > config.sequence_length
         reason = _reason_to_skip(example.loss_mask[: config.sequence_length], config.min_supervised_tokens, cut=cut)
         if reason is not None:
@@ -190,14 +202,24 @@ def _admit(examples: Sequence[Example], config: DataConfig) -> _Admitted:
             continue
         if cut:
             truncated.append(example.sample_id)
-        kept.append(
-            Example(
-                sample_id=example.sample_id,
-                ids=example.ids[: config.sequence_length],
-                loss_mask=example.loss_mask[: config.sequence_length],
-            )
-        )
-    return _Admitted(examples=kept, skipped=skipped, truncated=truncated)
+        numbers.append(number)
+        lengths.append(min(len(example.ids), config.sequence_length))
+    return _Admitted(
+        numbers=np.frombuffer(numbers, dtype=np.int32),
+        lengths=np.frombuffer(lengths, dtype=np.int32),
+        all_hashes=np.frombuffer(hashes, dtype=np.uint64),
+        skipped=skipped,
+        truncated=truncated,
+    )
+
+
+def _longest_first(
+    admitted: _Admitted,
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
+    """Numbers, lengths and hashes of the examples; those of equal length in the order of the source."""
+    order = np.argsort(-admitted.lengths, kind="stable")
+    numbers = admitted.numbers[order]
+    return numbers, admitted.lengths[order], admitted.all_hashes[numbers]
 
 
 def _reason_to_skip(loss_mask: npt.NDArray[np.bool_], minimum: int, *, cut: bool) -> str | None:
@@ -220,45 +242,3 @@ def _nothing_left(num_examples: int, skipped: list[tuple[str, str]]) -> str:
         f"none of {num_examples} examples can be trained on ({reasons}{named}): "
         "prepare more data, or change data.sequence-length or data.min-supervised-tokens"
     )
-
-
-def _plan_rows(lengths: list[int], capacity: int, packing: Literal["documents", "none"]) -> _RowPlan:
-    """Best fit over `lengths`, which descend: each goes to the row with the least room that still holds it."""
-    if packing == "none":
-        return _RowPlan(flat=np.arange(len(lengths)), offsets=np.arange(len(lengths) + 1))
-    rows_with_room: dict[int, list[int]] = {}
-    rooms = 0  # bit n is set when some row has room for exactly n tokens
-    row_of_place = np.empty(len(lengths), dtype=np.int64)
-    num_rows = 0
-    for place, length in enumerate(lengths):
-        fitting = rooms >> length
-        if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            row = rows_with_room[room].pop()
-            if not rows_with_room[room]:
-                rooms ^= 1 << room
-        else:
-            room, row = capacity, num_rows
-            num_rows += 1
-        row_of_place[place] = row
-        rows_with_room.setdefault(room - length, []).append(row)
-        rooms |= 1 << (room - length)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of_place, minlength=num_rows))])
-    return _RowPlan(flat=np.argsort(row_of_place, kind="stable"), offsets=offsets)
-
-
-def _hash_ids(sample_ids: list[str]) -> npt.NDArray[np.uint64]:
-    digests = b"".join(
-        hashlib.blake2b(sample_id.encode("utf-8", "surrogatepass"), digest_size=8, person=b"dflash-order").digest()
-        for sample_id in sample_ids
-    )
-    return np.frombuffer(digests, dtype="<u8").astype(np.uint64)
-
-
-def _epoch_keys(hashes: npt.NDArray[np.uint64], seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    """Mix hashes [items] with (seed, epoch); the finalizer of splitmix64, which is a bijection: no new ties."""
-    digest = hashlib.blake2b(f"{seed}\0{epoch}".encode(), digest_size=8, person=b"dflash-epoch").digest()
-    x = hashes ^ np.uint64(int.from_bytes(digest, "little"))
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -1,104 +1,141 @@
 """`prepare`: prompts in, conversations answered by the target out.
 
-A drafter learns to guess what its target writes, so the answers of the training data are written by the target itself, to
-prompts rendered by the template and with the thinking mode that will be served. The tokens of an example are exactly what
-the target was given and what it wrote (nothing is decoded and tokenized again); supervised is what it wrote, its end token
-included. Assistant turns inside a prompt are context: somebody else wrote them.
+A drafter learns to guess what its target writes, so the answers of the training data are written by the target itself, here
+or by a server that runs it (`--server`), to prompts rendered by the template and with the thinking mode that will be served.
+The tokens of an example are exactly what the target was given and what it wrote; only where a server gives no token ids is
+its text tokenized again, and counted. Supervised is what the target wrote, its end token included. Assistant turns inside a
+prompt are context: somebody else wrote them.
 
-Nothing is dropped without a trace: skipped prompts are counted by reason in meta.json and listed in skipped.jsonl.
+Nothing is dropped without a trace: skipped prompts, and those that a server did not answer, are counted by reason in
+meta.json and listed in skipped.jsonl.
+
+Known limit: prompts and answers stand in memory, about 4 GB for a million prompts of 500 tokens and answers of 500.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dflash import events
 from dflash.batch import Example
-from dflash.config import ConfigError, PrepareConfig, to_dict
+from dflash.config import ConfigError, PrepareConfig, TargetConfig
 from dflash.data import chat
+from dflash.data.answers import Answer, Unanswered, to_example
+from dflash.data.asking import Keep, Tally, ask_all, model_name
+from dflash.data.audit import audit
 from dflash.data.examples import require_unpublished, write_examples
 from dflash.data.generate import Question, Sampling, answer, in_batches
 from dflash.data.journal import AnswerJournal
-from dflash.data.meta import SPLITS, DataError, Meta
+from dflash.data.meta import MARKER_FILE, SPLITS, DataError, PrepareFailed
 from dflash.data.progress import GenerationProgress
 from dflash.data.prompts import Prompt, load_prompts
+from dflash.data.provenance import fingerprint, meta_of
+from dflash.data.questions import TargetTokens, to_questions
+from dflash.data.server import Served
 from dflash.device import parse_device
-from dflash.modeling.target import load_target, resolve_mask_token_id, text_config
-
-PROBE_ANSWER = "ok"  # finishes a conversation, to see whether the template keeps the prompt law
-_TOOLS = ("torch", "transformers", "tokenizers", "pyarrow", "numpy")
+from dflash.modeling.target import describe_target, load_target, resolve_mask_token_id, text_config
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Target:
-    model: Any
-    tokenizer: Any
-    vocab_size: int
-    mask_token_id: int
-    pad_token_id: int
-    end_token_ids: tuple[int, ...]
+    model: Any  # None: a server runs it
+    tokens: TargetTokens
 
 
 def prepare(config: PrepareConfig) -> dict[str, Any]:
     """Answer the prompts of `config.prompts` and publish the examples as `config.output`; return a JSON-ready summary.
 
-    Raises DataError for prompts, templates and disks that cannot be used, ConfigError for settings and targets.
+    With `config.audit` the published data is looked at; data that is there already is not prepared again.
+    Raises DataError for prompts, templates and disks that cannot be used, ConfigError for settings and targets, PrepareFailed
+    when a server is gone.
     """
+    if config.audit and (config.output / MARKER_FILE).is_file():
+        return {"output": str(config.output), **_audited(config)}
+    if not config.prompts:
+        raise ConfigError("no prompts: name a file, a directory, a URL or a data set with --prompts")
+    summary = _prepare(config)
+    return {**summary, **_audited(config)} if config.audit else summary
+
+
+def _audited(config: PrepareConfig) -> dict[str, Any]:
+    found = audit(config.output, _tokens(config.target, *describe_target(config.target)))
+    return {"audit": found, "failed": found["failed"]}
+
+
+def _prepare(config: PrepareConfig) -> dict[str, Any]:
     started = time.monotonic()
     require_unpublished(config.output)
-    prompts, skipped = load_prompts(config)
+    loaded = load_prompts(config)
+    prompts, skipped = loaded.prompts, list(loaded.skipped)
     with events.span("prepare.load_target"):
         target = _load(config)
-    questions, refused = _ask(config, target, prompts)
+    questions, refused = to_questions(config, target.tokens, prompts)
     skipped += refused
     if not questions:
-        listed = "; ".join(f"{reason}: {count}" for reason, count in Counter(r for _, r in skipped).most_common(5))
-        raise DataError(f"{config.prompts}: every prompt was skipped ({listed}); nothing was written")
-    with AnswerJournal(config.output, _fingerprint(config, target)) as journal:
+        raise DataError(f"{config.prompts}: every prompt was skipped ({_reasons(skipped)}); nothing was written")
+    if config.server is not None:  # answers of one model are not gone on with by another
+        config = dataclasses.replace(config, server_model=model_name(config, _served(target)))
+    with AnswerJournal(config.output, fingerprint(config, target.tokens)) as journal:
         with _cpu_threads(config):
-            answers, generation = _answer_all(config, target, list(questions.values()), journal)
+            answers, generation, unanswered = _answer_all(config, target, questions, prompts, journal)
+        skipped += [(one.sample_id, f"not answered: {one.reason}") for one in unanswered]
+        if not answers:
+            raise PrepareFailed(f"no prompt was answered ({_reasons(skipped)}); nothing was written")
         splits: dict[str, list[Example]] = {split: [] for split in SPLITS}
         for prompt in prompts:
-            if prompt.sample_id in questions:
-                splits[prompt.split].append(_example(questions[prompt.sample_id], answers[prompt.sample_id]))
-        meta = write_examples(config.output, splits, _meta(config, target, answers), skipped=skipped)
+            if prompt.sample_id in answers:
+                splits[prompt.split].append(to_example(questions[prompt.sample_id], answers[prompt.sample_id]))
+        meta = meta_of(config, target.tokens, loaded.field, answers)
+        meta = write_examples(config.output, splits, meta, skipped=skipped, unanswered=unanswered)
         journal.remove()
     return {
         "output": str(config.output),
         "target": meta.target,
+        "prompt_field": meta.prompt_field,
         "examples": meta.examples,
         "skipped": meta.skipped,
+        "replaced_answers": sum(bool(prompt.given) for prompt in prompts if prompt.sample_id in answers),
         "truncated_answers": meta.truncated_answers,
-        "answer_tokens": sum(len(tokens) for tokens in answers.values()),
+        "one_token_answers": sum(len(answer.ids) == 1 for answer in answers.values()),
+        "retokenized_answers": meta.retokenized_answers,
+        "answer_tokens": sum(len(answer.ids) for answer in answers.values()),
         **generation,
         "seconds": time.monotonic() - started,
     }
 
 
+def _reasons(skipped: Sequence[tuple[str, str]]) -> str:
+    return "; ".join(f"{reason}: {count}" for reason, count in Counter(r for _, r in skipped).most_common(5))
+
+
 def _load(config: PrepareConfig) -> _Target:
-    device = parse_device(config.device)
-    model, tokenizer = load_target(config.target, device=device)
+    if config.server is None:
+        model, tokenizer = load_target(config.target, device=parse_device(config.device))
+    else:
+        model, tokenizer = describe_target(config.target)
+    return _Target(model=None if config.server is not None else model, tokens=_tokens(config.target, model, tokenizer))
+
+
+def _tokens(target: TargetConfig, model: Any, tokenizer: Any) -> TargetTokens:
     if tokenizer is None:
-        raise ConfigError(f"{config.target.path!r} has no tokenizer: prepare needs a target with tokenizer and chat template")
+        raise ConfigError(f"{target.path!r} has no tokenizer: prepare needs a target with tokenizer and chat template")
     chat.chat_template(tokenizer)
     end_token_ids = _end_token_ids(model, tokenizer)
-    pad_token_id = tokenizer.pad_token_id
-    vocab_size = int(text_config(model).vocab_size)
-    return _Target(
-        model=model,
+    settings, pad_token_id = text_config(model), tokenizer.pad_token_id
+    vocab_size = int(settings.vocab_size)
+    return TargetTokens(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        mask_token_id=resolve_mask_token_id(config.target, tokenizer, vocab_size),
+        context_tokens=getattr(settings, "max_position_embeddings", None),
+        mask_token_id=resolve_mask_token_id(target, tokenizer, vocab_size),
         pad_token_id=end_token_ids[0] if pad_token_id is None else int(pad_token_id),
         end_token_ids=end_token_ids,
     )
@@ -115,70 +152,87 @@ def _end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _ask(config: PrepareConfig, target: _Target, prompts: Sequence[Prompt]) -> tuple[dict[str, Question], list[tuple[str, str]]]:
-    """Prompts in tokens, by sample id, and those that cannot be asked with the reason."""
-    questions: dict[str, Question] = {}
-    refused: list[tuple[str, str]] = []
-    context = getattr(text_config(target.model), "max_position_embeddings", None)
-    for prompt in prompts:
-        try:
-            ids = _prompt_ids(config, target, prompt)
-        except chat.PromptError as error:
-            refused.append((prompt.sample_id, str(error)))
-            continue
-        if len(ids) > config.max_prompt_tokens:
-            refused.append((prompt.sample_id, f"more than {config.max_prompt_tokens} tokens"))
-        elif context is not None and len(ids) + config.max_new_tokens > context:
-            refused.append((prompt.sample_id, f"no room for {config.max_new_tokens} more tokens in the target's {context}"))
-        else:
-            questions[prompt.sample_id] = Question(sample_id=prompt.sample_id, ids=ids)
-    return questions, refused
-
-
-def _prompt_ids(config: PrepareConfig, target: _Target, prompt: Prompt) -> list[int]:
-    try:
-        rendered = chat.render(
-            target.tokenizer,
-            prompt.messages,
-            PROBE_ANSWER,
-            end_token_ids=target.end_token_ids,
-            enable_thinking=config.enable_thinking,
-            supervise="last",
-        )
-    except chat.PromptError:
-        raise
-    except DataError as error:
-        raise DataError(f"{config.prompts}, prompt {prompt.sample_id!r}: {error}") from error
-    return [int(token) for token in rendered.ids[: rendered.prompt_tokens]]
-
-
 def _answer_all(
-    config: PrepareConfig, target: _Target, questions: Sequence[Question], journal: AnswerJournal
-) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Answers by sample id, and how they were made."""
-    sampling = Sampling(
-        max_new_tokens=config.max_new_tokens,
-        end_token_ids=target.end_token_ids,
-        temperature=config.temperature,
-        seed=config.seed,
-    )
-    answers = {q.sample_id: found for q in questions if (found := journal.take(q)) is not None}
+    config: PrepareConfig,
+    target: _Target,
+    questions: dict[str, Question],
+    prompts: Sequence[Prompt],
+    journal: AnswerJournal,
+) -> tuple[dict[str, Answer], dict[str, Any], list[Unanswered]]:
+    """Answers by sample id, how they were made, and what a server did not answer."""
+    answers = {q.sample_id: found for q in questions.values() if (found := journal.take(q)) is not None}
     resumed = len(answers)
-    missing = [question for question in questions if question.sample_id not in answers]
+    missing = [question for question in questions.values() if question.sample_id not in answers]
     started = time.monotonic()
+    unanswered: list[Unanswered] = []
+    served: dict[str, Any] = {}
     with GenerationProgress(len(questions)) as progress:
         if resumed:
             progress.note(f"going on: {resumed} of {len(questions)} prompts were answered by an earlier go")
             progress.answered(resumed)
-        for batch in in_batches(missing, config.batch_size):
-            with events.span("prepare.answer", prompts=len(batch)):
-                written = _answer_batch(config, target, batch, sampling, progress)
-            journal.append(batch, written)
-            answers.update({question.sample_id: tokens for question, tokens in zip(batch, written, strict=True)})
-            progress.answered(len(batch))
+
+        def keep(arrived: Sequence[tuple[Question, Answer]]) -> None:
+            journal.append([question for question, _ in arrived], [answer for _, answer in arrived])
+            answers.update({question.sample_id: answer for question, answer in arrived})
+            progress.answered(len(arrived))
+
+        if config.server is None:
+            _answer_here(config, target, missing, keep, progress)
+        else:
+            unanswered, served = _answer_there(config, target, missing, prompts, keep, progress, journal)
     seconds = time.monotonic() - started
     rate = progress.num_tokens / seconds if progress.num_tokens else None
-    return answers, {"resumed_answers": resumed, "generated_tokens_per_second": rate}
+    return answers, {"resumed_answers": resumed, "generated_tokens_per_second": rate, **served}, unanswered
+
+
+def _answer_here(
+    config: PrepareConfig, target: _Target, missing: Sequence[Question], keep: Keep, progress: GenerationProgress
+) -> None:
+    ends = target.tokens.end_token_ids
+    sampling = Sampling(
+        max_new_tokens=config.max_new_tokens, end_token_ids=ends, temperature=config.temperature, seed=config.seed
+    )
+    for batch in in_batches(missing, config.batch_size):
+        with events.span("prepare.answer", prompts=len(batch)):
+            written = _answer_batch(config, target, batch, sampling, progress)
+        keep([(question, Answer.of(ids, ends)) for question, ids in zip(batch, written, strict=True)])
+
+
+def _answer_there(
+    config: PrepareConfig,
+    target: _Target,
+    missing: Sequence[Question],
+    prompts: Sequence[Prompt],
+    keep: Keep,
+    progress: GenerationProgress,
+    journal: AnswerJournal,
+) -> tuple[list[Unanswered], dict[str, Any]]:
+    """Ask the server; raises PrepareFailed when it is gone or leaves too much unanswered."""
+    tally = Tally()
+
+    def kept(arrived: Sequence[tuple[Question, Answer]]) -> None:
+        progress.tokens(sum(len(answer.ids) for _, answer in arrived))
+        keep(arrived)
+
+    if missing:
+        try:
+            ask_all(config, _served(target), missing, {prompt.sample_id: prompt for prompt in prompts}, kept, tally)
+        finally:
+            listing = journal.list_unanswered(tally.unanswered)
+        allowed = config.server_max_unanswered * len(missing)
+        if len(tally.unanswered) > allowed:
+            reasons = _reasons([(one.sample_id, one.reason) for one in tally.unanswered])
+            raise PrepareFailed(
+                f"{len(tally.unanswered)} of {len(missing)} questions were not answered ({reasons}), listed in {listing}; "
+                f"nothing was published, because --server-max-unanswered is {config.server_max_unanswered:g}"
+            )
+    served_by = {"server": config.server, "server_requests": tally.requests, "server_retries": dict(tally.retries)}
+    return tally.unanswered, {**served_by, "unanswered": len(tally.unanswered)}
+
+
+def _served(target: _Target) -> Served:
+    tokens = target.tokens
+    return Served(tokenizer=tokens.tokenizer, vocab_size=tokens.vocab_size, end_token_ids=tokens.end_token_ids)
 
 
 @contextlib.contextmanager
@@ -202,43 +256,3 @@ def _answer_batch(
             f"out of memory on {config.device} with {len(batch)} prompts of up to {longest} tokens and {config.max_new_tokens} "
             f"new ones: use a --batch-size below {config.batch_size}; the same command goes on where it stopped"
         ) from error
-
-
-def _example(question: Question, answer_ids: Sequence[int]) -> Example:
-    ids = np.array([*question.ids, *answer_ids], dtype=np.int32)
-    return Example(sample_id=question.sample_id, ids=ids, loss_mask=np.arange(len(ids)) >= len(question.ids))
-
-
-def _meta(config: PrepareConfig, target: _Target, answers: dict[str, list[int]]) -> Meta:
-    return Meta(
-        target=config.target.path,
-        gguf_file=config.target.gguf_file,
-        vocab_size=target.vocab_size,
-        mask_token_id=target.mask_token_id,
-        pad_token_id=target.pad_token_id,
-        eos_token_ids=target.end_token_ids,
-        chat_template_sha256=chat.template_sha256(target.tokenizer),
-        enable_thinking=config.enable_thinking,
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        seed=config.seed,
-        prompts=config.prompts,
-        truncated_answers=sum(tokens[-1] not in target.end_token_ids for tokens in answers.values()),
-        versions={tool: importlib.metadata.version(tool) for tool in _TOOLS},
-    )
-
-
-def _fingerprint(config: PrepareConfig, target: _Target) -> dict[str, Any]:
-    """Everything that decides an answer, beside the prompt. Files of a local target are told apart by size and time."""
-    directory = Path(config.target.path)
-    files = sorted(directory.iterdir()) if directory.is_dir() else []
-    return {
-        "target": {key: value for key, value in to_dict(config.target).items() if key != "mask_token_id"},
-        "target files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
-        "chat template": chat.template_sha256(target.tokenizer),
-        "end tokens": list(target.end_token_ids),
-        "enable-thinking": config.enable_thinking,
-        "temperature": config.temperature,
-        "max-new-tokens": config.max_new_tokens,
-        "seed": config.seed,
-    }

@@ -1,35 +1,33 @@
-"""Prompts from a JSONL or Parquet file, or from the hub: read, identified, split, and nothing dropped without a trace.
+"""Prompts from a source of rows: recognised, identified, split, and nothing dropped without a trace.
 
-A prompt is a string (one user turn) or a list of {role, content} messages that ends with a user turn. Its id is the `id`
-field of its row, or a hash of its content. Whether it is held out depends on the content alone, so a prompt is on the same
-side whatever file it comes in, and equal prompts are never on both sides.
+The id of a prompt is the `id` field of its row, or a hash of its content. Whether it is held out depends on the content alone,
+so a prompt is on the same side whatever source it comes in, and equal prompts are never on both sides. With `turns` each, a
+conversation of several user turns gives a prompt for each of them (ids ID#1, ID#2, ..., all on the side of the whole), so that
+every answer is asked for as a server would be asked, also by templates that rewrite earlier turns.
 
-A row that cannot be a prompt is skipped with a reason; a file that cannot be read raises `DataError` with the place.
+A row that cannot be a prompt is skipped with a reason; a source that cannot be read, or whose columns no layout explains,
+raises `DataError` with what was found.
+
+Known limit: all prompts stand in memory, about 1 GB for a million of 200 words.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dflash.config import PrepareConfig
 from dflash.data.chat import Message, PromptError
+from dflash.data.layouts import EXPECTED, LONE_SURROGATE, Conversation, read_conversation, recognise
 from dflash.data.meta import DataError, Split
+from dflash.data.sources import read_rows
 
 ID_FIELD = "id"
-_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
-_LOCAL_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
-
-Row = tuple[str, dict[str, Any]]  # where it stands ("line 3"), and its fields
+_ROWS_TO_RECOGNISE = 100  # a source is refused when none of its first rows has a known column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,118 +37,122 @@ class Prompt:
     sample_id: str
     messages: tuple[Message, ...]
     split: Split
+    tools: tuple[dict[str, Any], ...] = ()  # descriptions of functions, for the chat template
+    given: tuple[Message, ...] = ()  # the source's own answer
 
 
-def load_prompts(config: PrepareConfig) -> tuple[list[Prompt], list[tuple[str, str]]]:
-    """Read `config.prompts`; return the prompts and the skipped (sample id or place, reason).
+@dataclass(frozen=True, kw_only=True)
+class PromptList:
+    """The prompts of a source, and what became of the rest."""
 
-    Raises DataError when the source cannot be read, holds nothing, or has no field `config.prompt_field`.
+    prompts: list[Prompt]
+    skipped: list[tuple[str, str]]  # sample id or place, reason
+    field: str  # the column that holds the prompts
+
+
+def load_prompts(config: PrepareConfig) -> PromptList:
+    """Read `config.prompts`.
+
+    Raises DataError when the source cannot be read, holds nothing, or has no column that holds prompts.
     """
     prompts: dict[str, Prompt] = {}
     skipped: list[tuple[str, str]] = []
     fields: set[str] = set()
-    for place, row in itertools.islice(_rows(config), config.limit):
+    unread: list[tuple[str, dict[str, Any]]] = []  # rows before the first that says which column it is
+    field = config.prompt_field
+    contents: set[bytes] = set()
+    rows = read_rows(config.prompts, split=config.split, stream=config.limit is not None)
+    for place, row in itertools.islice(rows, config.limit):
         fields |= row.keys()
-        named = row.get(ID_FIELD)
-        sample_id = None if named is None else str(named)
-        try:
-            prompt = _prompt(row, sample_id, config)
-            _require_new(prompt, prompts)
-        except PromptError as error:
-            skipped.append((sample_id or place, str(error)))
-        else:
-            prompts[prompt.sample_id] = prompt
-    if not prompts and not skipped:
+        unread.append((place, row))
+        field = field or _recognised(row, config)
+        if field is None:
+            if len(unread) >= _ROWS_TO_RECOGNISE:
+                break
+            continue
+        for waiting_place, waiting in unread:
+            _take(waiting_place, waiting, field, config, prompts, contents, skipped)
+        unread.clear()
+    if not fields and not unread:
         raise DataError(f"{config.prompts} holds no prompts: expected a JSON object per line, or Parquet rows")
-    if config.prompt_field not in fields:
-        raise DataError(
-            f"{config.prompts} has no field {config.prompt_field!r}, found {', '.join(sorted(fields)) or 'no fields'}: "
-            "name the right one with --prompt-field"
-        )
-    return list(prompts.values()), skipped
+    if field is None or field not in fields:
+        raise DataError(_no_field(config, field, fields))
+    return PromptList(prompts=list(prompts.values()), skipped=skipped, field=field)
 
 
-def _prompt(row: dict[str, Any], sample_id: str | None, config: PrepareConfig) -> Prompt:
-    if config.prompt_field not in row:
-        raise PromptError(f"no field {config.prompt_field!r}")
-    messages = _messages(row[config.prompt_field])
-    digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()
+def _recognised(row: dict[str, Any], config: PrepareConfig) -> str | None:
+    try:
+        return recognise([name for name, value in row.items() if value is not None])
+    except DataError as error:
+        raise DataError(f"{config.prompts}: {error}") from error
+
+
+def _no_field(config: PrepareConfig, field: str | None, fields: set[str]) -> str:
+    found = ", ".join(sorted(fields)) or "no fields"
+    if field is None:
+        return f"{config.prompts} has the columns {found}; expected one of {EXPECTED}: name the right one with --prompt-field"
+    return f"{config.prompts} has no field {field!r}, found {found}: name the right one with --prompt-field"
+
+
+def _take(
+    place: str,
+    row: dict[str, Any],
+    field: str,
+    config: PrepareConfig,
+    prompts: dict[str, Prompt],
+    contents: set[bytes],
+    skipped: list[tuple[str, str]],
+) -> None:
+    named = row.get(ID_FIELD)
+    sample_id = None if named is None else str(named)
+    if sample_id is not None and LONE_SURROGATE.search(sample_id):
+        skipped.append((place, "an id with a lone surrogate, which is no text"))
+        return
+    try:
+        read = read_conversation(row, field)
+        digest = _digest(read)
+        sample_id = sample_id or digest[:8].hex()
+        _require_new(again=digest in contents, taken=sample_id in prompts or f"{sample_id}#1" in prompts)
+    except PromptError as error:
+        skipped.append((str(named) if named is not None else place, str(error)))
+        return
+    contents.add(digest)
     heldout = int.from_bytes(digest[8:16], "big") < config.heldout_fraction * 2**64
-    return Prompt(sample_id=sample_id or digest[:8].hex(), messages=tuple(messages), split="heldout" if heldout else "train")
+    whole = Prompt(
+        sample_id=sample_id,
+        messages=read.messages,
+        split="heldout" if heldout else "train",
+        tools=read.tools,
+        given=read.given,
+    )
+    for prompt in _by_turn(whole) if config.turns == "each" else [whole]:
+        prompts[prompt.sample_id] = prompt
 
 
-def _require_new(prompt: Prompt, prompts: dict[str, Prompt]) -> None:
-    before = prompts.get(prompt.sample_id)
-    if before is not None:
-        raise PromptError("repeated prompt" if before.messages == prompt.messages else "id of another prompt")
+def _by_turn(whole: Prompt) -> list[Prompt]:
+    """A prompt for each turn that is answered in the conversation, the last one included."""
+    messages = whole.messages
+    ends = [
+        i
+        for i, message in enumerate(messages, start=1)
+        if message["role"] in ("user", "tool") and (i == len(messages) or messages[i]["role"] == "assistant")
+    ]
+    if len(ends) == 1:
+        return [whole]
+    parts = []
+    for number, end in enumerate(ends, start=1):
+        given = whole.given if end == len(messages) else (messages[end],)
+        name = f"{whole.sample_id}#{number}"
+        parts.append(dataclasses.replace(whole, sample_id=name, messages=messages[:end], given=given))
+    return parts
 
 
-def _messages(value: Any) -> list[Message]:
-    """The messages of a prompt field."""
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise PromptError(f"prompt is neither text nor messages but {type(value).__name__}")
-    if not value:
-        raise PromptError("empty prompt")
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise PromptError("a message without text role and content")
-    if any(_LONE_SURROGATE.search(message["content"]) for message in value):
-        raise PromptError("a lone surrogate, which is no text")
-    if value[-1]["role"] != "user":
-        raise PromptError("messages do not end with a user turn")
-    if not value[-1]["content"].strip():
-        raise PromptError("empty prompt")
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+def _require_new(*, again: bool, taken: bool) -> None:
+    if again or taken:
+        raise PromptError("repeated prompt" if again else "id of another prompt")
 
 
-def _rows(config: PrepareConfig) -> Iterator[Row]:
-    path = Path(config.prompts)
-    if path.is_file():
-        return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
-    if path.suffix in _LOCAL_SUFFIXES or path.is_absolute() or path.exists():
-        raise DataError(f"{path} is not a file: pass a JSONL or Parquet file, or a hub name, as --prompts")
-    return _hub_rows(config)
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: no JSON ({error}); expected one object per line") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}; expected one object per line")
-            yield f"line {number}", row
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    try:
-        with pq.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"row {number}", row
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
-
-
-def _hub_rows(config: PrepareConfig) -> Iterator[Row]:
-    """Rows of a hub data set, written `owner/name` or `owner/name:configuration`."""
-    import datasets  # noqa: PLC0415  # takes seconds, and local files do not need it
-
-    name, _, configuration = config.prompts.partition(":")
-    try:
-        rows = datasets.load_dataset(name, configuration or None, split=config.split, streaming=config.limit is not None)
-        for number, row in enumerate(rows, start=1):
-            yield f"row {number}", row
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot read {config.prompts!r} from the hub, split {config.split!r} ({type(error).__name__}: {error}): "
-            "pass a JSONL or Parquet file, or the hub name of a data set (owner/name:configuration)"
-        ) from error
+def _digest(read: Conversation) -> bytes:
+    """Identifies what is asked: the messages, and the tools where there are any."""
+    content: Any = [*read.messages, {"tools": read.tools}] if read.tools else list(read.messages)
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).digest()

@@ -2,7 +2,11 @@
 
 Bad input must end all ranks within seconds and be told once. So each rank puts what it has found on torchrun's store, all read
 what the others put, and the lowest rank with something to say says it while the others wait for it and leave in silence.
-torchrun itself then exits with 1, whatever the ranks exit with.
+torchrun itself then exits with 1, whatever the ranks exit with, and with `--max-restarts` starts them again: no exit code keeps
+it from that. What no restart can mend is therefore noted on the store of torchrun's agent, which lasts as long as torchrun, and
+ranks that are started again say the same once more and end before they look at anything.
+
+Known limit: where each start has a store of its own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE), the input is looked at again.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from dflash.config import ConfigError
 START_SECONDS = 300.0  # for all ranks to have imported what they need; loading is not part of it
 CONNECT_SECONDS = 15.0
 TOLD_SECONDS = 10.0
+_OURS = "dflash/"  # what our keys on torchrun's store begin with
+_REFUSED = "refused"  # the key of what no restart can mend
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -89,7 +95,7 @@ class Launch:
                 f"start the run with torchrun, and use an address that all nodes reach"
             ) from error
         store.set_timeout(timedelta(seconds=START_SECONDS))
-        return PrefixStore(f"dflash/{self.restart}", store)
+        return PrefixStore(f"{_OURS}{self.restart}", store)
 
 
 class Agreement:
@@ -98,25 +104,39 @@ class Agreement:
     def __init__(self, store: Store, launch: Launch) -> None:
         self._store, self._launch = store, launch
 
-    def everyone(self, stage: str, facts: dict[str, Any], error: str | None = None) -> list[dict[str, Any]]:
-        """What every rank says at `stage`, by rank. Ends this rank (Silent, exit code 2) if one of them has an error."""
+    def end_if_refused(self) -> None:
+        """Tell once more what was wrong when torchrun started this run before, and leave, if no restart can mend it."""
+        lasting = _lasting(self._store)
+        if self._launch.restart and lasting.check([_REFUSED]):
+            self.end(0, lasting.get(_REFUSED).decode())
+
+    def everyone(
+        self, stage: str, facts: dict[str, Any], error: str | None = None, *, lasting: bool = True
+    ) -> list[dict[str, Any]]:
+        """What every rank says at `stage`, by rank. Ends this rank (Silent, exit code 2) if one of them has an error.
+
+        `lasting` says of an error that it will be the same when torchrun starts this run again.
+        """
         ranks = range(self._launch.world_size)
-        self._store.set(f"{stage}/{self._launch.rank}", json.dumps({"facts": facts, "error": error}))
+        said_here = {"facts": facts, "error": error, "lasting": lasting}
+        self._store.set(f"{stage}/{self._launch.rank}", json.dumps(said_here))
         keys = [f"{stage}/{rank}" for rank in ranks]
         try:
             self._store.wait(keys)
         except RuntimeError:
             late = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
-            self.end(0, f"ranks {late} have not come to '{stage}' within {START_SECONDS:.0f} s")
+            self.end(0, f"ranks {late} have not come to '{stage}' within {START_SECONDS:.0f} s", lasting=False)
         said = [json.loads(self._store.get(key)) for key in keys]
         for rank in ranks:
             if said[rank]["error"] is not None:
-                self.end(rank, said[rank]["error"])
+                self.end(rank, said[rank]["error"], lasting=said[rank]["lasting"])
         return [one["facts"] for one in said]
 
-    def end(self, speaker: int, text: str) -> NoReturn:
-        """Have `speaker` tell the error, and leave with exit code 2."""
+    def end(self, speaker: int, text: str, *, lasting: bool = True) -> NoReturn:
+        """Have `speaker` tell the error, and leave with exit code 2. A `lasting` one ends later starts of this run as well."""
         if self._launch.rank == speaker:
+            if lasting:
+                _lasting(self._store).set(_REFUSED, text)
             sys.stderr.write(f"error: {text}\n")
             sys.stderr.flush()
             self._store.set("told", "1")
@@ -124,6 +144,12 @@ class Agreement:
             with contextlib.suppress(RuntimeError):  # the speaker is gone, or slow: nothing to add
                 self._store.wait(["told"], timedelta(seconds=TOLD_SECONDS))
         raise Silent(2)
+
+
+def _lasting(store: Store) -> Store:
+    """The keys that all starts of a run share; `store` is what `Launch.open_store` gives."""
+    assert isinstance(store, PrefixStore)
+    return PrefixStore(f"{_OURS}all", store.underlying_store)
 
 
 def told_by_rank_0() -> bool:

@@ -44,6 +44,11 @@ class Doing:
     kind: Kind = "slow"
     text: str = "starting"
     since: float = field(default_factory=time.monotonic)
+    seconds: dict[Kind, float] = field(default_factory=lambda: {"slow": 0.0, "working": 0.0, "waiting": 0.0})  # until `since`
+
+    def spent(self) -> dict[Kind, float]:
+        """Seconds spent with each kind until now. From another thread, a change just now may be missing or counted twice."""
+        return self.seconds | {self.kind: self.seconds[self.kind] + time.monotonic() - self.since}
 
     @contextlib.contextmanager
     def at(self, kind: Kind, text: str) -> Iterator[None]:
@@ -54,7 +59,9 @@ class Doing:
         self._set(*before)
 
     def _set(self, kind: Kind, text: str) -> None:
-        self.kind, self.text, self.since = kind, text, time.monotonic()
+        now = time.monotonic()
+        self.seconds[self.kind] += now - self.since
+        self.kind, self.text, self.since = kind, text, now
 
 
 class TargetWorker(Protocol):

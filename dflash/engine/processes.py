@@ -32,8 +32,10 @@ from dflash import events
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.engine.launch import Agreement, Launch, Silent, differences, host
 from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
+from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
 from dflash.engine.transport import ReceivingQueue, SendingQueue
+from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
 from dflash.stopping import Stop, stop_on_signals
 
@@ -52,6 +54,8 @@ class Ranks:
     doing: Doing
     stop: Stop  # asked to by a signal
     agreement: Agreement
+    watch: Watch
+    waits_meter: WaitsMeter
     control: Any
     data: Any
     drafters: Any
@@ -80,13 +84,14 @@ class Ranks:
     def agree(self, stage: str, make: Callable[[], Made], errors: tuple[type[Exception], ...]) -> Made:
         """What `make` returns, if it returns on all ranks. Ends all of them, told once, where it raises one of `errors`."""
         made: list[Made] = []
-        message = None
+        message, lasting = None, True
         with self.doing.at("slow", stage):
             try:
                 made.append(make())
             except errors as error:
                 message = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            self.agreement.everyone(stage, {}, message)
+                lasting = not isinstance(error, OSError)  # storage may come back
+            self.agreement.everyone(stage, {}, message, lasting=lasting)
         return made[0]
 
     def same(self, stage: str, facts: dict[str, Any]) -> None:
@@ -94,6 +99,10 @@ class Ranks:
         different = differences(self.agreement.everyone(stage, facts))
         if different:
             self.agreement.end(0, different)
+
+    def waits(self) -> Waits | None:
+        """Who waited for whom since the last call that gave something; None while that is too short a time."""
+        return self.waits_meter.stretch(self.watch.spent())
 
     def gather(self, value: Any) -> list[Any] | None:
         """The objects of all ranks, on rank 0."""
@@ -188,7 +197,7 @@ class Ranks:
 class DrafterRun:
     """What the loop of a drafter needs."""
 
-    queue: ReceivingQueue
+    queue: ReceivingQueue | ReadingQueue
     times: WorkerTimes
     first_step: int
     num_steps: int
@@ -201,11 +210,13 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     """Be one rank of a run for the length of the block.
 
     Configuration and versions must be equal on all ranks. Raises ConfigError where torchrun's variables are missing, and Silent
-    (a SystemExit) where this or another rank cannot start (2) or failed (1), after one of them has said why.
+    (a SystemExit, exit code 2) where the ranks cannot start, after one of them has said why. Inside the block, what this or
+    another rank finds wrong (2) or fails with (1) ends the process.
     """
     launch = Launch.read()
     store = launch.open_store()
     agreement = Agreement(store, launch)
+    agreement.end_if_refused()
     roles, device, peers = _start(config, launch, agreement)
     doing = Doing()
     seconds = config.engine_timeout_seconds
@@ -214,20 +225,19 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
         watch.start()
         try:
             with doing.at("slow", "connecting"):
-                ranks = _connect(launch, roles, device, doing, agreement, store, stop)
+                ranks = _connect(launch, roles, device, doing, agreement, watch, store, stop)
             yield ranks
             with doing.at("waiting", "waiting for all ranks to end"), _talking():
                 dist.barrier(group=ranks.control)
             watch.stop()
             dist.destroy_process_group()
-        except Silent:
-            raise
         except BaseException as error:  # noqa: BLE001 - every failure is told to the other ranks, and ends the process
             stop.stepping = True  # torchrun's SIGTERM must not cut the telling short
-            code = watch.failed(error).code
+            leaving = error if isinstance(error, Silent) else watch.failed(error)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(int(code or 1))  # process groups with open transfers can hang when they are torn down
+            # Process groups with open transfers can hang when they are torn down, and threads of torch's abort.
+            os._exit(int(leaving.code or 1))
 
 
 def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Roles, torch.device, list[Peer]]:
@@ -269,7 +279,14 @@ def _device(config: RunConfig, launch: Launch) -> torch.device:
 
 
 def _connect(
-    launch: Launch, roles: Roles, device: torch.device, doing: Doing, agreement: Agreement, store: Store, stop: Stop
+    launch: Launch,
+    roles: Roles,
+    device: torch.device,
+    doing: Doing,
+    agreement: Agreement,
+    watch: Watch,
+    store: Store,
+    stop: Stop,
 ) -> Ranks:
     limit = timedelta(seconds=GROUP_SECONDS)
     if device.type == "cuda":
@@ -285,6 +302,10 @@ def _connect(
         doing=doing,
         stop=stop,
         agreement=agreement,
+        watch=watch,
+        waits_meter=WaitsMeter(
+            [f"rank {rank} ({roles.worker(rank)})" for rank in range(launch.world_size)], least_seconds=2 * watch.beat_seconds
+        ),
         control=dist.group.WORLD,
         data=dist.new_group(backend=fast, timeout=limit),
         drafters=dist.new_group(drafters, backend=fast, timeout=limit),

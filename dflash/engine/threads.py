@@ -37,6 +37,7 @@ class ThreadsRun:
     batches_per_step: int
     finish_step: Callable[[int], bool]  # called by the leader with the 0-based step while all wait; False ends the run
     in_worker: Callable[[], AbstractContextManager[None]] = nullcontext  # entered by every thread for its life
+    makers: str = "target"  # what the threads that make target states are called
     times: list[WorkerTimes] = field(default_factory=list)
     left_running: list[str] = field(default_factory=list)
 
@@ -49,7 +50,7 @@ def run_threads(run: ThreadsRun) -> None:
             that are still inside a kernel then are named in `run.left_running`; they are daemons.
     """
     barrier = threading.Barrier(len(run.drafters))
-    threads = [_start(run, f"target-{i}", w.device, barrier, _target_loop, w) for i, w in enumerate(run.targets)]
+    threads = [_start(run, f"{run.makers}-{i}", w.device, barrier, _target_loop, w) for i, w in enumerate(run.targets)]
     threads += [
         _start(run, f"drafter-{i}", w.device, barrier, _drafter_loop, w, barrier, i == 0) for i, w in enumerate(run.drafters)
     ]

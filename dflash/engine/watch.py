@@ -6,6 +6,7 @@ Every rank puts a beat on torchrun's store: a count, and what its worker is at (
   this machine that is gone,
 - everybody, once it has waited for the time-out itself: if all wait, nobody will ever go on,
 - the failure on the store. The first failure is the one that is told, by the rank that put it there.
+A second thread looks whether the first one gets round: on a machine that has lost its network, it may wait for the store forever.
 
 Then each machine's stacks are written to a file, a rank that hangs is killed (it would not hear torchrun's SIGTERM), and every
 rank ends with exit code 1: by itself if its main thread can, else from here.
@@ -77,13 +78,22 @@ class Watch:
         self._ending = threading.Lock()
         self._beats = 0
         self._seen: dict[int, tuple[int, float]] = {}  # rank: its last count, and when that was new
+        self._rounds = 0
+        self._said_store_is_gone = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._guard = threading.Thread(target=self._run_guard, name="watch-guard", daemon=True)
+
+    @property
+    def beat_seconds(self) -> float:
+        """Between two signs of life."""
+        return min(1.0, self._timeout_seconds / BEATS)
 
     def start(self) -> None:
         """Begin to look."""
         stacks.answer_to_signal()
         self._beat()
         self._thread.start()
+        self._guard.start()
 
     def stop(self) -> None:
         """End without a failure."""
@@ -94,6 +104,18 @@ class Watch:
     def failed(self, error: BaseException) -> Silent:
         """What the main thread shall raise after `error`, once the failure has been told. Returns after at most some seconds."""
         self._main_leaves.set()
+        try:
+            return self._failed(error)
+        except RuntimeError as lost:  # what torch's stores raise
+            self._say_store_is_gone(f"{lost}; before that: {type(error).__name__}: {error}")
+            return Silent(1)
+
+    def spent(self) -> list[dict[str, float] | None]:
+        """Seconds that each rank has spent with each kind of `Doing`, at its last sign of life. For the main thread."""
+        beats = [self._beat_of(peer.rank) for peer in self._peers]
+        return [beat["spent"] if beat else None for beat in beats]
+
+    def _failed(self, error: BaseException) -> Silent:
         cause = error.__cause__ if isinstance(error, WorkerFailed) and error.__cause__ else error
         if isinstance(cause, PeerLost):
             self._blame(cause)
@@ -113,14 +135,14 @@ class Watch:
         return Silent(130)
 
     def _run(self) -> None:
-        interval = min(1.0, self._timeout_seconds / BEATS)
-        while not self._stopped.wait(interval):
+        while not self._stopped.wait(self.beat_seconds):
+            self._rounds += 1
             try:
                 self._beat()
                 failure = self._failure() or self._look()
             except RuntimeError as error:  # what torch's stores raise
-                failure = {"rank": None, "text": f"torchrun's store does not answer, torchrun may have ended: {error}", "by": -1}
-                sys.stderr.write(f"error: {self._me}: {failure['text']}\n")
+                failure = {"rank": None, "text": "", "by": -1}
+                self._say_store_is_gone(str(error))
             if failure is not None and not self._stopped.is_set():
                 self._end(failure)
                 if self._main_leaves.wait(LEAVE_SECONDS):
@@ -128,11 +150,29 @@ class Watch:
                 sys.stderr.flush()
                 os._exit(1)
 
+    def _run_guard(self) -> None:
+        """End this rank if the store has answered nothing for the time-out. Counts its own naps: to be stopped is no waiting."""
+        allowed = -(-(self._timeout_seconds + 2 * stacks.DUMP_SECONDS) // self.beat_seconds)
+        rounds, naps = self._rounds, 0
+        while not self._stopped.wait(self.beat_seconds):
+            rounds, naps = (rounds, naps + 1) if rounds == self._rounds else (self._rounds, 0)
+            if naps > allowed:
+                self._say_store_is_gone(f"no answer for {naps * self.beat_seconds:.0f} s")
+                sys.stderr.flush()
+                os._exit(1)
+
+    def _say_store_is_gone(self, reason: str) -> None:
+        if self._said_store_is_gone.acquire(blocking=False):  # only once
+            sys.stderr.write(
+                f"error: {self._me} cannot reach torchrun's store: {reason}. Torchrun has ended, or the network is lost; it was "
+                f"at: {self._doing.text}. Checkpoints that were saved are whole\n"
+            )
+
     def _beat(self) -> None:
         self._beats += 1
         doing = self._doing
         seconds = time.monotonic() - doing.since
-        beat = {"count": self._beats, "kind": doing.kind, "text": doing.text, "seconds": seconds}
+        beat = {"count": self._beats, "kind": doing.kind, "text": doing.text, "seconds": seconds, "spent": doing.spent()}
         self._store.set(f"beat/{self._me.rank}", json.dumps(beat))
 
     def _look(self) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dflash.config import ConfigError, DrafterConfig, TargetConfig
 from dflash.modeling.anatomy import text_config, text_decoder
@@ -22,7 +22,9 @@ from dflash.modeling.shape import DrafterShape
 __all__ = [
     "RANDOM_TARGETS",
     "FrozenEnds",
+    "TargetDescription",
     "TargetRunner",
+    "describe_target",
     "drafter_shape",
     "embedding_scale",
     "load_target",
@@ -58,6 +60,38 @@ def load_target(config: TargetConfig, *, device: torch.device | str) -> tuple[An
     model.eval()
     model.requires_grad_(requires_grad=False)
     return model, tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetDescription:
+    """A target without its weights; `text_config` takes it for a model."""
+
+    config: Any
+    generation_config: Any  # None where the target has none
+
+
+def describe_target(config: TargetConfig) -> tuple[TargetDescription, Any]:
+    """Configuration and tokenizer of the target at `config.path`; no weights are read, but of a GGUF file.
+
+    Raises ConfigError when they are not there, and for random weights, which no server has.
+    """
+    if not config.path or config.path.startswith(_RANDOM_PREFIX):
+        raise ConfigError(f"target.path is {config.path!r}: a server needs a target with tokenizer, a directory or hub name")
+    config = _in_package(config) if config.path.startswith(_PACKAGE_PREFIX) else config
+    source = {} if config.gguf_file is None else {"gguf_file": config.gguf_file}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.path, **source)
+        settings = AutoConfig.from_pretrained(config.path, **source)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"cannot read the target's configuration from {config.path!r} ({type(error).__name__}: {error}): expected a "
+            "directory or hub name with config.json and tokenizer"
+        ) from error
+    try:
+        generation = GenerationConfig.from_pretrained(config.path)
+    except (OSError, ValueError):
+        generation = None
+    return TargetDescription(settings, generation), tokenizer
 
 
 def drafter_shape(model: Any, drafter: DrafterConfig, mask_token_id: int) -> DrafterShape:

@@ -46,7 +46,7 @@ def read(path: Path) -> dict[str, str]:
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is no text: name a file of NAME==VERSION lines, as pip freeze writes") from error
     except OSError as error:
-        raise BadInput(f"{path}: {error.strerror}") from error
+        raise BadInput(f"{path}: {error.strerror}: name a file of NAME==VERSION lines, as pip freeze writes") from error
     pins: dict[str, str] = {}
     for line in text.replace("\\\n", " ").splitlines():
         content = _HASH.sub("", re.sub(r"(^|\s)#.*", "", line)).strip()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diagnostics.caches import here
-from diagnostics.output import output_file
+from diagnostics.output import number, output_file, printable
 
 MAX_ROWS = 40
 
@@ -20,6 +20,10 @@ def parser(about: str) -> argparse.ArgumentParser:
     commands = made.add_subparsers(required=True, dest="command", metavar="COMMAND")
     one = _command(commands, "inventory", "what lies in the caches")
     one.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="(default: where the environment puts them)")
+    one.add_argument(
+        "--runs", type=_folder, action="append", default=[], metavar="DIR",
+        help="where runs of the trainer wrote (--output, or a folder above): how often they hit the cache; may come again",
+    )  # fmt: skip
     _add_common(one, "json", "all", "no_torch")
     one = _command(commands, "diff", "what came, went and was rewritten")
     one.add_argument("before", type=Path, metavar="A", help="folder, snapshot or inventory --json")
@@ -66,6 +70,12 @@ def _add_common(parser: argparse.ArgumentParser, *names: str) -> None:
         parser.add_argument("--no-torch", action="store_true", help="do not import torch, also where entries name no version")
 
 
+def _folder(text: str) -> Path:
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(printable(f"{text}: there is no such folder: name the --output of runs"))
+    return Path(text)
+
+
 def _bytes(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: use a whole number of bytes, at least 0")
@@ -73,7 +83,7 @@ def _bytes(text: str) -> int:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: use a number of at least 0")
     return value

@@ -12,13 +12,17 @@ from rich.markup import escape
 
 from diagnostics.caches.difference import Change, State
 from diagnostics.caches.entries import Entry
+from diagnostics.caches.past_runs import PastRun
 from diagnostics.dated.entry import shown
 from diagnostics.tables import Table
 from diagnostics.terminal import print_detail, print_table
 
 _COLOURS = {"warm": "green", "cold": "yellow", "absent": "yellow", "foreign": "red", "torn": "red", "contended": "red"}
 _NOT_OBSERVED = "not observed"
-_HITS = "not observed: a cache keeps no count. python -m diagnostics.fxprobe counts hits and misses while a program runs"
+_NO_HITS = (
+    "not observed: a cache keeps no count. Runs of the trainer do: --runs DIR reads them. Of other programs, python -m "
+    "diagnostics.fxprobe counts hits and misses while they run"
+)
 
 
 def print_inventory(console: Console, values: dict[str, Any], *, max_rows: int | None) -> None:
@@ -36,7 +40,8 @@ def print_inventory(console: Console, values: dict[str, Any], *, max_rows: int |
     users = tuple((str(user["pid"]), str(user["uid"]), user["command"], user["how"]) for user in values["users"])
     print_table(console, Table("Processes", ("process", "user", "command", "why"), users))
     read = values["last_read_seconds"]
-    print_detail(console, "hits and misses of the last runs", _HITS)
+    hits = values["hits"]
+    print_detail(console, "hits and misses of the last runs", _NO_HITS if hits is None else f"of {len(hits)} runs, below")
     print_detail(
         console,
         "an entry was last read",
@@ -44,6 +49,22 @@ def print_inventory(console: Console, values: dict[str, Any], *, max_rows: int |
     )
     print_notes(console, "problem", values["problems"])
     print_notes(console, _NOT_OBSERVED, values["not_observed"])
+
+
+def print_runs(console: Console, runs: Sequence[PastRun], notes: Sequence[str], *, max_rows: int | None) -> None:
+    """What run logs tell, the last run first; of which nothing is told."""
+    rows = tuple(
+        (shown(run.time_seconds), run.log, run.directory, run.state, _outcomes(run.graphs), _outcomes(run.autograd))
+        for run in runs
+    )
+    headers = ("ended", "run", "cache", "which was", "graphs: hits + misses", "autograd: hits + misses")
+    print_table(console, Table("Runs", headers, rows), max_rows=max_rows)
+    print_notes(console, _NOT_OBSERVED, notes)
+
+
+def _outcomes(counts: dict[str, int]) -> str:
+    bypassed = counts.get("bypassed", 0)
+    return f"{counts.get('hits', '?')} + {counts.get('misses', '?')}" + (f", {bypassed} not cacheable" if bypassed else "")
 
 
 def print_difference(console: Console, before: State, after: State, changes: Sequence[Change], *, max_rows: int | None) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from diagnostics.dated.entry import Entry, Found, believable, mtime
 from diagnostics.dated.stamps import Stamps
-from diagnostics.logs.reader import Unreadable, blocks, decode
+from diagnostics.logs.encodings import Unreadable
+from diagnostics.logs.reader import blocks, decode
 
 _DPKG = re.compile(
     r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (install|upgrade|remove) (\S*(?:nvidia|cuda|libnccl|linux-image)\S*) (\S+) (\S+)"

@@ -24,7 +24,9 @@ def read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DocumentError(f"{path} is no text: name a file that python -m diagnostics.environment --json wrote") from error
     except OSError as error:
-        raise DocumentError(f"{path}: {error.strerror}") from error
+        raise DocumentError(
+            f"{path}: {error.strerror}: name a file that python -m diagnostics.environment --json wrote"
+        ) from error
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -19,6 +19,9 @@ _REST = r"[\w-]{0,64}"
 _SECRET_NAME = re.compile(rf"{_WORD}|(?:^|[_-])(?:key|pass|pw|pwd|pat|sas|creds?)$", re.IGNORECASE)
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL)
 _URL_CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s@'\"]{1,2048}@|[^\s@'\"]{1,2048}@(?=[\w-]+(?:\.[\w-]+)+[/:]))")  # / is in some
+_SCP_CREDENTIALS = re.compile(
+    r"(?<![\w./:@+-])[\w.+-]{1,64}:(?!//)[^\s@'\"]{1,256}@(?=[\w-][\w.-]{0,253}:)"
+)  # user:password@host:path
 _BEARER = re.compile(r"\b(bearer|basic)\s+[^\s'\"]+", re.IGNORECASE)
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s&;,'\"]+)"
 _ASSIGNED = re.compile(rf"({_WORD}{_REST}['\"]?\s{{0,8}}[=:]\s*){_VALUE}", re.IGNORECASE)
@@ -44,6 +47,7 @@ def masked(text: str) -> str:
     """`text` with `***` in the place of everything that looks like a secret, and `~` in that of the home folder."""
     text = _PRIVATE_KEY.sub(MASK, text)
     text = _URL_CREDENTIALS.sub(f"{MASK}@", text)
+    text = _SCP_CREDENTIALS.sub(f"{MASK}@", text)
     text = _BEARER.sub(rf"\1 {MASK}", text)
     text = _ASSIGNED.sub(rf"\g<1>{MASK}", text)
     text = _OPTION.sub(rf"\g<1>{MASK}", text)

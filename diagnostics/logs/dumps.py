@@ -14,18 +14,12 @@ import re
 from dataclasses import dataclass, field
 
 from diagnostics.logs.reader import Line
-from diagnostics.logs.traceback import Frame
+from diagnostics.logs.shapes import DumpPart, Frame
 
 _MAX_THREADS = 2000
 _MAX_FRAMES = 200
 _MAX_OTHER_LINES = 5
 _MAX_QUIET_LINES = 1000
-_FAULTHANDLER = re.compile(r"^(?:Current thread|Thread) 0x(?P<id>[0-9a-f]+)(?: \[(?P<name>.*)\])? \(most recent call first\):")
-_PY_SPY = re.compile(r'^Thread (?P<id>\w+) \((?P<state>idle|active)[^)]*\)(?:: "(?P<name>.*)")?$')
-_FRAME = re.compile(r'^\s+File "(?P<file>.+?)", line (?P<line>\d+) in (?P<function>.+)$')
-_PY_SPY_FRAME = re.compile(r"^\s+(?P<function>\S.*) \((?P<file>[^()]+):(?P<line>\d+)\)$")
-_CAUSE = re.compile(r"^(?P<cause>Fatal Python error: .+|Timeout \(.+\)!|Process \d+: .*|Python v\d.*)$")
-_BEGINNINGS = ("Thread ", "Current thread ", "Fatal Python error", "Timeout (", "Process ", '  File "')
 _LOCK_FILE = "torch/_dynamo/convert_frame.py"
 _COMPILES = {"_compile", "compile_inner", "_compile_inner"}
 _DISTRIBUTED = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
@@ -108,68 +102,58 @@ class DumpReader:
     """Feed it lines; it hands over each dump once its end is known."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Dump] = {}
+        self.open: dict[str, Dump] = {}  # by stream
 
-    @property
-    def idle(self) -> bool:
-        """No dump is open."""
-        return not self._open
-
-    def feed(self, line: Line) -> tuple[bool, list[Dump]]:
-        """Whether the line belongs to a dump, and the dumps that it ends."""
-        dump = self._open.get(line.stream)
-        if dump is None and not line.text.startswith(_BEGINNINGS):
-            return False, []
-        cause, thread = _CAUSE.match(line.text), _thread(line.text)
-        if cause is not None and (dump is None or dump.threads or cause["cause"].startswith(("Fatal", "Timeout"))):
-            self._open[line.stream] = Dump(
-                stream=line.stream, first_line=line.number, last_line=line.number, cause=cause["cause"]
-            )
-            return True, [dump] if dump is not None else []
-        frame = _FRAME.match(line.text) or (_PY_SPY_FRAME.match(line.text) if dump is not None else None)
-        if dump is None and (thread is not None or frame is not None):
-            dump = self._open[line.stream] = Dump(stream=line.stream, first_line=line.number, last_line=line.number)
+    def feed(self, line: Line, number: int, done: list[Dump]) -> bool:
+        """Whether line `number` belongs to a dump; dumps that it ends are added to `done`."""
+        dump, part = self.open.get(line.stream), line.shape.dump
         if dump is None:
-            return False, []
-        if _add(dump, thread, frame) or cause is not None:
-            dump.last_line = line.number
-            return True, []
-        if line.text and line.number - dump.last_line > _MAX_OTHER_LINES:
-            return False, [self._open.pop(line.stream)]
-        return False, []
+            if part is None or not part.begins:
+                return False
+            dump = Dump(stream=line.stream, first_line=number, last_line=number, cause=part.cause)
+            self.open[line.stream] = dump
+            return bool(part.cause) or _add(dump, part)
+        if part is None:
+            return self._other(dump, line, number, done)
+        if part.cause and (dump.threads or part.cause.startswith(("Fatal", "Timeout"))):
+            self.open[line.stream] = Dump(stream=line.stream, first_line=number, last_line=number, cause=part.cause)
+            done.append(dump)
+            return True
+        if not _add(dump, part) and not part.cause:
+            return self._other(dump, line, number, done)
+        dump.last_line = number
+        return True
+
+    def _other(self, dump: Dump, line: Line, number: int, done: list[Dump]) -> bool:
+        if line.text and number - dump.last_line > _MAX_OTHER_LINES:
+            done.append(self.open.pop(line.stream))
+        return False
 
     def sweep(self, number: int) -> list[Dump]:
         """Hand over what was last touched long before line `number`; call it now and then."""
-        names = [name for name, dump in self._open.items() if number - dump.last_line > _MAX_QUIET_LINES]
-        return [self._open.pop(name) for name in names]
+        names = [name for name, dump in self.open.items() if number - dump.last_line > _MAX_QUIET_LINES]
+        return [self.open.pop(name) for name in names]
 
     def finish(self) -> list[Dump]:
         """What is still open at the end of the log."""
-        done = list(self._open.values())
-        self._open.clear()
+        done = list(self.open.values())
+        self.open.clear()
         return done
 
 
-def _add(dump: Dump, thread: Thread | None, frame: re.Match[str] | None) -> bool:
-    if thread is not None:
+def _add(dump: Dump, part: DumpPart) -> bool:
+    if part.thread is not None:
         if len(dump.threads) < _MAX_THREADS:
-            dump.threads.append(thread)
+            dump.threads.append(Thread(name=part.thread.name, active=part.thread.active))
         return True
+    frame = part.frame or part.py_spy_frame
     if frame is None:
         return False
     if not dump.threads:
         dump.threads.append(Thread(name="cut off", active=False))
     if len(dump.threads[-1].frames) < _MAX_FRAMES:
-        dump.threads[-1].frames.append(Frame(frame["file"], int(frame["line"]), frame["function"]))
+        dump.threads[-1].frames.append(frame)
     return True
-
-
-def _thread(text: str) -> Thread | None:
-    found = _FAULTHANDLER.match(text)
-    if found is not None:
-        return Thread(name=found["name"] or f"thread 0x{found['id'].lstrip('0')}", active=False)
-    found = _PY_SPY.match(text)
-    return Thread(name=found["name"] or f"thread {found['id']}", active=found["state"] == "active") if found is not None else None
 
 
 def _name(frame: Frame) -> str:

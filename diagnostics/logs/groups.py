@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -13,7 +14,9 @@ from diagnostics.logs.dumps import Dump
 from diagnostics.logs.facts import Collectives, facts
 from diagnostics.logs.kinds import UNKNOWN, Kind, Sure
 from diagnostics.logs.recognise import Match
-from diagnostics.logs.traceback import Frame, Traceback
+from diagnostics.logs.shapes import Frame
+from diagnostics.logs.templates import once_for_all_digits
+from diagnostics.logs.traceback import Traceback
 
 _MAX_GROUPS = 500
 _MAX_EVIDENCE = 5
@@ -57,6 +60,14 @@ class Group:
     doubts: dict[str, None] = field(default_factory=dict)
     after: str = ""  # an earlier failure that this one probably follows from
 
+    def count_one(self, sure: Sure, stream: str) -> None:
+        """One more, of rank or stream `stream`."""
+        self.count += 1
+        if sure is not self.sure:
+            self.sure = min(self.sure, sure, key=_SURE.index)
+        if stream and len(self.streams) < _MAX_STREAMS:
+            self.streams[stream] = None
+
     def to_dict(self) -> dict[str, Any]:
         """The group as JSON values."""
         kind = self.kind
@@ -87,33 +98,19 @@ class Groups:
         self._collectives: dict[tuple[str, str], Collectives] = {}
         self.dropped = 0
 
-    def add_traceback(self, log: str, match: Match, traceback: Traceback) -> None:
+    def add_traceback(self, log: str, match: Match, signature: str, traceback: Traceback) -> None:
         """Count a traceback with what was printed before it."""
-        where = program_lines(traceback.frames)
-        root = next((f"; after {one.exception}" for one in traceback.chain if one is not traceback and one.exception), "")
-        message = _NUMBERS.sub("#", traceback.message)[:160] if match[0] is UNKNOWN else ""
-        name = traceback.exception or "(the exception is cut off)"
-        signature = (
-            f"{name}{': ' if message else ''}{message}{' in ' if where else ''}{' < '.join(_names(traceback.frames))}{root}"
-        )
-        group = self._add(
-            match,
-            signature,
-            where,
-            traceback.text,
-            Evidence(
-                log=log,
-                first_line=min(one.first_line for one in traceback.chain),
-                last_line=traceback.last_line,
-                stream=traceback.stream,
-                thread=traceback.thread,
-                text=traceback.text.split("\n", 1)[0][:300] or "(cut off)",
-            ),
-        )
-        if group is not None and traceback.truncated:
+        group = self._group(match, signature, traceback.frames)
+        if group is None:
+            return
+        group.count_one(match[1], traceback.stream)
+        if len(group.evidence) < _MAX_EVIDENCE:
+            group.evidence.append(_evidence(log, traceback))
+        self._learn(group, traceback.text)
+        if traceback.truncated:
             end = "begins" if traceback.truncated == "start" else "ends"
             group.doubts[f"some tracebacks are not whole: the log {end} inside, or their frames were not printed"] = None
-        if group is not None and traceback.interleaved:
+        if traceback.interleaved:
             group.doubts[
                 "tracebacks of several ranks or threads are mixed in this log: frames may be another's (torchrun --tee 3 "
                 "marks the ranks)"
@@ -121,28 +118,34 @@ class Groups:
 
     def add_line(self, log: str, match: Match, number: int, stream: str, text: str) -> None:
         """Count a line that is no traceback."""
-        self._add(
-            match,
-            "",
-            (),
-            text,
-            Evidence(log=log, first_line=number, last_line=number, stream=stream, thread="", text=text.strip()[:300]),
-        )
+        group = self._group(match, "", [])
+        if group is None:
+            return
+        group.count_one(match[1], stream)
+        if len(group.evidence) < _MAX_EVIDENCE:
+            group.evidence.append(
+                Evidence(log=log, first_line=number, last_line=number, stream=stream, thread="", text=text.strip()[:300])
+            )
+        self._learn(group, text)
 
     def add_dump(self, log: str, match: Match, dump: Dump) -> None:
         """Count a dump of all threads."""
-        evidence = Evidence(
-            log=log,
-            first_line=dump.first_line,
-            last_line=dump.last_line,
-            stream=dump.stream,
-            thread="",
-            text=dump.cause or "stacks of all threads",
-        )
-        stack = [] if dump.deadlock or dump.in_collectives else dump.stack
-        group = self._add(match, "stacks of all threads", program_lines(stack), dump.cause, evidence)
+        group = self._group(match, "stacks of all threads", [] if dump.deadlock or dump.in_collectives else dump.stack)
         if group is None:
             return
+        group.count_one(match[1], dump.stream)
+        if len(group.evidence) < _MAX_EVIDENCE:
+            group.evidence.append(
+                Evidence(
+                    log=log,
+                    first_line=dump.first_line,
+                    last_line=dump.last_line,
+                    stream=dump.stream,
+                    thread="",
+                    text=dump.cause or "stacks of all threads",
+                )
+            )
+        self._learn(group, dump.cause)
         if dump.deadlock is not None:
             holder, waiter = dump.deadlock
             group.facts[f"{holder.name} holds the compile lock and waits for autograd, at {holder.program_line}"] = None
@@ -164,7 +167,8 @@ class Groups:
                 group.after = f"{first.kind.id} at {first.evidence[0].place}"
         return groups
 
-    def _add(self, match: Match, signature: str, where: tuple[str, ...], text: str, evidence: Evidence) -> Group | None:
+    def _group(self, match: Match, signature: str, frames: list[Frame]) -> Group | None:
+        """The group of this kind and signature, or None where there are too many."""
         kind, sure = match
         key = (kind.id, signature)
         group = self._groups.get(key)
@@ -172,28 +176,52 @@ class Groups:
             if len(self._groups) >= _MAX_GROUPS:
                 self.dropped += 1
                 return None
-            group = self._groups[key] = Group(kind=kind, sure=sure, signature=signature, where=where)
-        group.count += 1
-        group.sure = min(group.sure, sure, key=_SURE.index)
-        if len(group.evidence) < _MAX_EVIDENCE:
-            group.evidence.append(evidence)
-        if evidence.stream and len(group.streams) < _MAX_STREAMS:
-            group.streams[evidence.stream] = None
-        if len(group.facts) < _MAX_FACTS:
-            group.facts.update(dict.fromkeys(facts(kind.id, text)))
-        if kind.id == "nccl-timeout":
-            self._collectives.setdefault(key, Collectives()).add(text)
+            group = self._groups[key] = Group(kind=kind, sure=sure, signature=signature, where=program_lines(frames))
         return group
+
+    def _learn(self, group: Group, text: str) -> None:
+        kind = group.kind.id
+        if len(group.facts) < _MAX_FACTS:
+            for fact in facts(kind, text):
+                group.facts[fact] = None
+        if kind == "nccl-timeout":
+            self._collectives.setdefault((kind, group.signature), Collectives()).add(text)
+
+
+def signature_of(kind: Kind, traceback: Traceback) -> str:
+    """What tracebacks that are counted as one have in common: the exception, the innermost calls and what the first cause was."""
+    root = ""
+    if traceback.cause is not None:
+        root = next((f"; after {one.exception}" for one in traceback.cause.chain if one.exception), "")
+    message = _numberless(traceback.message)[:160] if kind is UNKNOWN else ""
+    name = traceback.exception or "(the exception is cut off)"
+    names = " < ".join([f"{_file_name(file)}:{function}" for file, _, function in traceback.frames[-1:-4:-1]])
+    return f"{name}{': ' if message else ''}{message}{' in ' if names else ''}{names}{root}"
+
+
+_numberless = once_for_all_digits(lambda message: _NUMBERS.sub("#", message))
+
+
+def _evidence(log: str, traceback: Traceback) -> Evidence:
+    return Evidence(
+        log=log,
+        first_line=min(one.first_line for one in traceback.chain),
+        last_line=traceback.last_line,
+        stream=traceback.stream,
+        thread=traceback.thread,
+        text=traceback.text.split("\n", 1)[0][:300] or "(cut off)",
+    )
+
+
+@lru_cache(1024)
+def _file_name(file: str) -> str:
+    return PurePath(file).name
 
 
 def program_lines(frames: list[Frame], limit: int = 3) -> tuple[str, ...]:
     """The program's innermost lines, the innermost first; those of libraries where there are no others."""
     program = [frame for frame in frames if not _LIBRARY.search(frame.file)] or frames
     return tuple(f"{frame.file}:{frame.line} in {frame.function}" for frame in reversed(program[-limit:]))
-
-
-def _names(frames: list[Frame]) -> list[str]:
-    return [f"{PurePath(frame.file).name}:{frame.function}" for frame in reversed(frames[-3:])]
 
 
 def _order(group: Group) -> tuple[bool, bool, str, int]:

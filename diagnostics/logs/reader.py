@@ -1,7 +1,7 @@
 """A log file as blocks of whole lines, and one line as plain text of one rank. Reads forward, keeps one block in memory.
 
-Lines are numbered by line feeds, as an editor numbers them. Text is UTF-8 unless the file's first bytes say UTF-16 or UTF-32;
-a line that is not UTF-8 is read as Latin-1. Colours and cursor movements are removed, a progress bar's carriage returns split
+Lines are numbered by line feeds, as an editor numbers them. Text is what `encodings` finds; a line
+that is neither is read as Latin-1. Colours and cursor movements are removed, a progress bar's carriage returns split
 a line, and what loggers and launchers put before a line (`[rank0]:`, `[default1]:`, `(Worker pid=7)`, dates) is taken off:
 the rank becomes the line's stream, so that interleaved ranks are read apart.
 
@@ -10,30 +10,16 @@ Limits: compressed and binary files are refused; the two halves of a terminal th
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
+
+from diagnostics.logs.encodings import decoder, encoding
+from diagnostics.logs.shapes import Shape, shape_of
+from diagnostics.logs.templates import MAX_TEXT, Prefix, Template, keep, template_of, zeroed
 
 BLOCK_BYTES = 1 << 20  # also the longest line: a longer one is cut, at a carriage return where it has one
 _HEAD_BYTES = 1 << 16
-_BOMS = (
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-    (codecs.BOM_UTF8, "utf-8-sig"),
-)
-_COMPRESSED = {
-    b"\x1f\x8b": "zcat",
-    b"BZh": "bzcat",
-    b"\xfd7zXZ": "xzcat",
-    b"\x28\xb5\x2f\xfd": "zstdcat",
-    b"PK\x03\x04": "unzip -p",
-}
-_CONTROLS = bytes(set(range(1, 32)) - set(b"\b\t\n\v\f\r\x1b\a"))
-_MOST_CONTROLS = 0.02  # of the bytes of a text
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_=>()][0B]?|[\x00\x08\x0e\x0f]")
 _PREFIX = re.compile(
     r"""\[(?:rank|default|local_rank|worker|node)[ _:]?(?P<rank>\d+)\]:?\ ?
@@ -51,29 +37,22 @@ _DATES = {"date", "glog", "clock"}
 _STREAM_NAMES = {"rank": "rank", "mpi": "rank", "srun": "rank", "actor": "actor"}
 
 
-class Unreadable(Exception):
-    """The file cannot be read as text; the message says what it is and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One line. `stream` names whose it is ("" where the log does not say); `text` keeps its indentation."""
 
-    number: int
     stream: str
     text: str
+    shape: Shape
     dated: bool = False  # a logger put a date before it
 
 
 def blocks(file: BinaryIO) -> Iterator[bytes]:
     """The file's content as UTF-8 or Latin-1 blocks that end with a line. Raises Unreadable."""
-    head = file.read(_HEAD_BYTES)
-    encoding = _encoding(head)
-    decoder = codecs.getincrementaldecoder(encoding)(errors="replace") if encoding != "utf-8" else None
+    piece = file.read(_HEAD_BYTES)
+    decode_piece = decoder(encoding(piece))
     kept = b""
-    piece = head
     while piece:
-        kept += decoder.decode(piece).encode() if decoder is not None else piece
+        kept += decode_piece(piece)
         end = _end_of_lines(kept)
         if end:
             yield kept[:end]
@@ -83,15 +62,39 @@ def blocks(file: BinaryIO) -> Iterator[bytes]:
         yield kept
 
 
-def lines(raw: bytes, number: int) -> list[Line]:
+def lines(raw: bytes) -> tuple[Line, ...]:
     """The parts of one raw line, without its line feed: more than one where carriage returns split it."""
+    known = _known.get(raw)
+    if known is not None:
+        return known
+    if len(raw) > MAX_TEXT:
+        return _lines(raw)
+    key = zeroed(raw)
+    template = _templates[key] if key in _templates else keep(_templates, key, _template(raw))
+    if template is None:
+        return keep(_known, raw, _lines(raw))
+    text = raw.decode()
+    words = text[template.prefix.at : template.end]
+    line = Line(template.prefix.stream(text), words, template.shape_in(words), template.prefix.dated)
+    return keep(_known, raw, (line,))
+
+
+def _lines(raw: bytes) -> tuple[Line, ...]:
+    """The same, looked at anew."""
     text = decode(raw)
-    if not text.isprintable():  # a quick look: most lines have neither colours nor carriage returns
-        parts = [part for part in _ESCAPES.sub("", text).split("\r") if part]
-        if len(parts) != 1:
-            return [_line(part, number) for part in parts] or [Line(number, "", "")]
-        text = parts[0]
-    return [_line(text, number)]
+    if text.isprintable():  # a quick look: most lines have neither colours nor carriage returns
+        return (_line(text),)
+    parts = [part for part in _ESCAPES.sub("", text).split("\r") if part]
+    return tuple(_line(part) for part in parts) or (_line(""),)
+
+
+def _template(raw: bytes) -> Template | None:
+    text = decode(raw)
+    return template_of(text, _prefix(text)) if raw.isascii() and text.isprintable() else None
+
+
+_known: dict[bytes, tuple[Line, ...]] = {}  # the lines of tracebacks come again and again
+_templates: dict[bytes, Template | None] = {}
 
 
 def decode(raw: bytes) -> str:
@@ -102,8 +105,14 @@ def decode(raw: bytes) -> str:
         return raw.decode("latin-1")
 
 
-def _line(text: str, number: int) -> Line:
-    stream, dated, at = "", False, 0
+def _line(text: str) -> Line:
+    prefix = _prefix(text)
+    words = text[prefix.at :].rstrip()
+    return Line(prefix.stream(text), words, shape_of(words), prefix.dated)
+
+
+def _prefix(text: str) -> Prefix:
+    whose, begin, end, dated, at = "", 0, 0, False, 0
     for _ in range(_MAX_PREFIXES):
         found = _PREFIX.match(text, at) if text[at : at + 1] in _PREFIX_BEGINS else None
         if found is None:
@@ -112,24 +121,8 @@ def _line(text: str, number: int) -> Line:
         if name in _DATES:
             dated = True
         else:
-            stream = f"{_STREAM_NAMES[name]} {found[name]}"
-    return Line(number, stream, text[at:].rstrip(), dated)
-
-
-def _encoding(head: bytes) -> str:
-    for mark, tool in _COMPRESSED.items():
-        if head.startswith(mark):
-            raise Unreadable(f"it is compressed: {tool} it and give `-` to read standard input")
-    for bom, encoding in _BOMS:
-        if head.startswith(bom):
-            return encoding
-    even, odd = head[::2].count(0), head[1::2].count(0)
-    if max(even, odd) > 0.3 * max(1, len(head) // 2) and min(even, odd) < 0.1 * max(even, odd):
-        return "utf-16-le" if odd > even else "utf-16-be"
-    text = head.replace(b"\0", b"")  # a file that a power failure cut may end in zeros
-    if (head and len(text) - len(text.translate(None, _CONTROLS)) > _MOST_CONTROLS * len(text)) or (head and not text):
-        raise Unreadable("it is binary, not a log: give text files")
-    return "utf-8"
+            whose, (begin, end) = _STREAM_NAMES[name], found.span(name)
+    return Prefix(whose, begin, end, dated, at)
 
 
 def _end_of_lines(kept: bytes) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from diagnostics.logs import kinds_gpu, kinds_machine, kinds_threads
 from diagnostics.logs.dumps import Dump
 from diagnostics.logs.kinds import UNKNOWN, Kind, Mark, Sure
+from diagnostics.logs.templates import once_for_all_digits
 from diagnostics.logs.traceback import Traceback
 
 KINDS = (*kinds_threads.KINDS, *kinds_gpu.KINDS, *kinds_machine.KINDS)
@@ -17,7 +18,6 @@ Match = tuple[Kind, Sure]
 _GATE_CHARACTERS = 14  # of a mark: enough to be rare, few enough to stand before a terminal's line break
 # What stands before a trigger that begins with a small letter: it begins a word, or follows a colour's `m`.
 _BEFORE_SMALL = r"""[ \t\n\r\[({:=.'"`,;/|>*\-m]"""
-_BLANKS = re.compile(r"\s")
 _GENERAL = ("compile-error", "unknown")  # say less than any other kind that fits
 _SURE: tuple[Sure, ...] = ("certain", "likely", "possible")
 _HIJACKED = re.compile(r"torch/fx/_symbolic_trace\.py:module_call_wrapper")
@@ -61,38 +61,79 @@ GATES = (
     re.compile(f"{_BEFORE_SMALL}(?=[{_FIRST}])(?:{any_of(_SMALL)})".encode()),
 )
 _TABLE = [(mark.squeezed, kind, mark) for kind in KINDS for mark in kind.marks]
-_MARKS = re.compile(any_of(words for words, _, _ in _TABLE))
+# Names of classes stand in every traceback: they are looked for one by one, and only the other marks by two expressions.
+_CLASSES = [entry for entry in _TABLE if re.fullmatch(r"\w+(?:Error|Exception)", entry[0])]
+_OTHERS = {words for words, _, _ in _TABLE} - {name for name, _, _ in _CLASSES}
+_OTHERS_SMALL = {words for words in _OTHERS if words[0].islower()}
+_SPECIAL = tuple(re.compile(any_of(words)) for words in (_OTHERS - _OTHERS_SMALL, _OTHERS_SMALL))
 
 
-def gated(text: str) -> bool:
+# Where the digits of a mark stand, which digits they are has to be looked at.
+_WITH_DIGITS = {
+    *("".join(words.split()) for words in (*_TRIGGERS, *(mark.text for mark in _ALL_MARKS)) if re.search(r"\d", words)),
+    *(word for mark in _ALL_MARKS for word in re.findall(r"\w*\d\w*", re.sub(r"\\d|\[[^]]*\]|\{[^}]*\}", " ", mark.pattern))),
+}
+_DIGITS_MATTER = re.compile(any_of(re.sub(r"\d", "0", words) for words in _WITH_DIGITS).encode())
+
+
+def digits_matter(text: bytes) -> bool:
+    """Whether a mark with digits may be in a text that has 0 for each digit."""
+    return _DIGITS_MATTER.search(b"".join(text.split())) is not None
+
+
+def _gated(text: str) -> bool:
     """Whether one line has a trigger."""
     line = f"\n{text}".encode()
     return any(gate.search(line) for gate in GATES)
 
 
+gated = once_for_all_digits(_gated, _DIGITS_MATTER)
+
+
 def of_line(text: str) -> Match | None:
     """The kind of a line that is no part of a traceback."""
-    matches = _matches(text, "")
-    return _best(matches)
+    candidates = _candidates(text)
+    return _best([(kind, mark.sure) for kind, mark in candidates if not mark.stack]) if candidates else None
 
 
 def of_traceback(traceback: Traceback) -> tuple[Match, bool]:
     """The kind of a traceback with its causes, `unknown` included, and whether lines after its message were needed."""
-    matches: list[Match] = []
-    for one in traceback.chain:
-        stack = "\n".join(f"{frame.file}:{frame.function}" for frame in one.frames)
-        head = f"{one.exception}: {one.message}" if one.message else one.exception
-        matches += [_whose(match, one, stack) for match in _matches(head, stack)]
-    best = _best(matches)
+    alone = traceback.cause is None
+    matches = (
+        _of_words(traceback.head, traceback)
+        if alone
+        else [match for one in traceback.chain for match in _of_words(one.head, one)]
+    )
+    found = best = _best(matches) if matches else None
     if best is not None and best[0].id not in _GENERAL:
         return best, False
-    stack = "\n".join(f"{frame.file}:{frame.function}" for frame in traceback.frames)
-    inner = [_whose(match, traceback, stack) for one in traceback.chain for match in _matches(one.text, stack)]
-    found = _best([*matches, *inner])
+    if not alone or traceback.tail:  # else its text was its head
+        found = _best([*matches, *(match for one in traceback.chain for match in _of_words(one.text, traceback))])
     if found is None:
-        hijacked = bool(_HIJACKED.search(stack)) and not _OWN_TRACE.search(stack) and not traceback.truncated
-        return ((BY_ID["F4"], "likely") if hijacked else (UNKNOWN, "possible")), False
+        return ((BY_ID["F4"], "likely") if _hijacked(traceback) else (UNKNOWN, "possible")), False
     return found, found != best
+
+
+def _hijacked(traceback: Traceback) -> bool:
+    if traceback.truncated:
+        return False
+    stack = stack_of(traceback)
+    return bool(_HIJACKED.search(stack)) and not _OWN_TRACE.search(stack)
+
+
+def _of_words(text: str, traceback: Traceback) -> list[Match]:
+    """What `text` means, said with this stack."""
+    candidates = _candidates(text)
+    if not candidates:
+        return []
+    stack = stack_of(traceback)
+    fitting = ((kind, mark.sure) for kind, mark in candidates if not mark.stack or re.search(mark.stack, stack))
+    return [_whose(match, traceback, stack) for match in fitting]
+
+
+def stack_of(traceback: Traceback) -> str:
+    """A line "file:function" for each frame."""
+    return "\n".join([f"{file}:{function}" for file, _, function in traceback.frames])
 
 
 def of_dump(dump: Dump) -> Match | None:
@@ -106,17 +147,18 @@ def of_dump(dump: Dump) -> Match | None:
     return of_line(dump.cause)
 
 
-def _matches(text: str, stack: str) -> list[Match]:
-    squeezed = _BLANKS.sub("", text)
-    if _MARKS.search(squeezed) is None:
-        return []
-    return [(kind, mark.sure) for words, kind, mark in _TABLE if words in squeezed and _fits(mark, text, stack)]
+def _look_for_marks(text: str) -> tuple[tuple[Kind, Mark], ...]:
+    """Kinds with a mark that is in `text`, whatever the stack."""
+    squeezed = "".join(text.split())
+    table = _TABLE if any(special.search(squeezed) for special in _SPECIAL) else _CLASSES
+    return tuple((kind, mark) for words, kind, mark in table if words in squeezed and _fits(mark, text))
 
 
-def _fits(mark: Mark, text: str, stack: str) -> bool:
-    if mark.pattern and not (re.search(mark.pattern, text) or re.search(mark.pattern, " ".join(text.split()))):
-        return False
-    return not mark.stack or re.search(mark.stack, stack) is not None
+_candidates = once_for_all_digits(_look_for_marks, _DIGITS_MATTER)
+
+
+def _fits(mark: Mark, text: str) -> bool:
+    return not mark.pattern or bool(re.search(mark.pattern, text) or re.search(mark.pattern, " ".join(text.split())))
 
 
 def _whose(match: Match, traceback: Traceback, stack: str) -> Match:

@@ -1,8 +1,11 @@
-"""How fast is triage? `python -m diagnostics.logs.speed [--megabytes N] [--errors SHARE] [--folder DIR]`.
+"""How fast is triage? `python -m diagnostics.logs.speed [--megabytes N] [--errors SHARE] [--kind KIND] [--folder DIR]`.
 
-Writes a log of a training run (N megabytes; of its lines, SHARE belong to tracebacks), reads it line by line in plain Python,
-then with triage, deletes it, and prints for both MB/s (10^6 bytes, of processor time) and triage's peak memory. The log is as
-interleaved ranks write it. Exit codes: 0 measured · 2 bad usage or no room for the log.
+Writes a log of a training run (N megabytes; of its lines, SHARE belong to failures of a kind), reads it line by line in plain
+Python, then with triage, deletes it, and prints for both MB/s (10^6 bytes, of processor time) and triage's peak memory.
+
+Kinds: `tracebacks`, each whole, of ranks in turn · `mixed`, those of eight ranks line by line · `chains` of two exceptions ·
+`distinct`, no two alike: other line numbers, addresses and messages · `dumps` of all threads by faulthandler.
+Exit codes: 0 measured · 2 bad usage or no room for the log.
 """
 
 from __future__ import annotations
@@ -28,6 +31,22 @@ _TRACEBACK = (
     "    return self._call_impl(*args, **kwargs)", "           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
     "RuntimeError: The size of tensor a ({n}) must match the size of tensor b (7)",
 )  # fmt: skip
+_DISTINCT = (
+    *_TRACEBACK[:3], '  File "/venv/lib/python3.12/site-packages/torch/nn/modules/module.py", line 1{n}, in _wrapped_call_impl',
+    *_TRACEBACK[4:6], "RuntimeError: <Tensor at 0x{a:x}> of step {n} has {a} elements",
+)  # fmt: skip
+_LINK = ("", "The above exception was the direct cause of the following exception:", "")
+_THREAD = (
+    "Thread 0x{a:016x} [pt_autograd_{t}] (most recent call first):", '  File "/v/torch/autograd/function.py", line 311 in apply',
+    '  File "/home/me/train.py", line {n} in forward', '  File "/usr/lib/python3.12/threading.py", line 1012 in run', "",
+)  # fmt: skip
+_KINDS: dict[str, tuple[str, ...]] = {
+    "tracebacks": _TRACEBACK,
+    "mixed": _TRACEBACK,
+    "chains": (*_TRACEBACK, *_LINK, *_TRACEBACK),
+    "distinct": _DISTINCT,
+    "dumps": ("Timeout (0:01:00)!", *_THREAD * 4),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "train.log"
         try:
-            write(path, options.megabytes * 10**6, options.errors)
+            write(path, options.megabytes * 10**6, options.errors, options.kind)
         except OSError as error:
             print(f"speed: cannot write {path}: {error}", file=sys.stderr)  # noqa: T201 - a message of the command
             return 2
@@ -56,28 +75,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write(path: Path, size: int, errors: float) -> None:
+def write(path: Path, size: int, errors: float, kind: str = "tracebacks") -> None:
     """Write a log of about `size` bytes."""
     with path.open("w", encoding="utf-8") as file:
         written = 0
-        lines = _lines(errors)
+        lines = _lines(errors, kind)
         while batch := "".join(itertools.islice(lines, 1000)):
             written += file.write(batch)
             if written >= size:
                 return
 
 
-def _lines(errors: float) -> Iterator[str]:
+def _lines(errors: float, kind: str) -> Iterator[str]:
     debt = 0.0
+    failures = _failures(kind)
     for step in itertools.count():
         rank = step % _RANKS
         stamp = f"2026-11-30 04:{step // 60 % 60:02d}:{step % 60:02d},{step % 1000:03d}"
         numbers = f"step {step} loss {1 + step % 97 / 97:.4f} grad_norm 0.93 lr 6.0e-04 tok/s 21503"
         yield f"[rank{rank}]: {stamp} INFO trainer: {numbers}\n"
         debt += errors / max(1e-9, 1 - errors)
-        if debt >= len(_TRACEBACK):
-            debt -= len(_TRACEBACK)
-            yield from (f"[rank{rank}]: {line.format(n=step)}\n" for line in _TRACEBACK)
+        while debt >= 1:
+            lines = next(failures)
+            debt -= len(lines)
+            yield from lines
+
+
+def _failures(kind: str) -> Iterator[list[str]]:
+    """One failure after the other, or one of each rank, line by line."""
+    alike = _RANKS if kind == "mixed" else 1
+    for number in itertools.count():
+        ranks = range(number, number + alike)
+        address = number * 2654435761 % 2**44
+        yield [f"[rank{rank % _RANKS}]: {line.format(n=number, a=address, t=rank)}\n" for line in _KINDS[kind] for rank in ranks]
 
 
 def _plain(path: Path) -> int:
@@ -99,6 +129,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--errors", type=float, default=0.01, metavar="SHARE", help="share of lines that are tracebacks (default 0.01)"
     )
+    parser.add_argument("--kind", choices=_KINDS, default="tracebacks", help="of the failures (default tracebacks)")
     parser.add_argument(
         "--folder", type=Path, default=None, metavar="DIR", help="where to write the log (default: the system's own place)"
     )

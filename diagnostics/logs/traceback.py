@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from diagnostics.logs.reader import Line
+from diagnostics.logs.shapes import Frame
 
 MAX_SOURCE_LINES = 4  # of one frame: Python 3.13 prints several
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One call."""
-
-    file: str
-    line: int
-    function: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,7 +21,7 @@ class Traceback:
     frames: list[Frame] = field(default_factory=list)
     exception: str = ""  # its class as printed; empty where the log ends before
     message: str = ""
-    tail: list[Line] = field(default_factory=list)  # lines after the message's first
+    tail: list[tuple[int, str]] = field(default_factory=list)  # lines after the message's first, with their numbers
     cause: Traceback | None = None
     link: str = ""
     truncated: str = ""  # "start" or "end"
@@ -44,8 +35,12 @@ class Traceback:
     @property
     def text(self) -> str:
         """Class, message and what follows it."""
-        head = f"{self.exception}: {self.message}" if self.message else self.exception
-        return "\n".join((head, *(line.text for line in self.tail)))
+        return "\n".join((self.head, *(text for _, text in self.tail))) if self.tail else self.head
+
+    @property
+    def head(self) -> str:
+        """Class and the first line of the message."""
+        return f"{self.exception}: {self.message}" if self.message else self.exception
 
     @property
     def chain(self) -> Iterator[Traceback]:

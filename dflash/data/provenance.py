@@ -1,0 +1,66 @@
+"""What prepared data says of where it comes from, and what must be equal for an unfinished `prepare` to go on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from dflash.config import PrepareConfig, to_dict
+from dflash.data import chat
+from dflash.data.answers import Answer
+from dflash.data.meta import Meta
+from dflash.data.questions import TargetTokens
+
+_TOOLS = ("torch", "transformers", "tokenizers", "pyarrow", "numpy")
+
+
+def meta_of(config: PrepareConfig, target: TargetTokens, field: str, answers: dict[str, Answer]) -> Meta:
+    """The meta of examples that these answers make."""
+    return Meta(
+        target=config.target.path,
+        gguf_file=config.target.gguf_file,
+        vocab_size=target.vocab_size,
+        mask_token_id=target.mask_token_id,
+        pad_token_id=target.pad_token_id,
+        eos_token_ids=target.end_token_ids,
+        chat_template_sha256=chat.template_sha256(target.tokenizer),
+        enable_thinking=config.enable_thinking,
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        seed=config.seed,
+        prompts=config.prompts,
+        prompt_field=field,
+        split=config.split,
+        turns=config.turns,
+        server=_answered_by(config),
+        finish_reasons=dict(Counter(answer.finish for answer in answers.values()).most_common()),
+        truncated_answers=sum(answer.finish == "length" for answer in answers.values()),
+        retokenized_answers=sum(not answer.exact for answer in answers.values()),
+        versions={tool: importlib.metadata.version(tool) for tool in _TOOLS},
+    )
+
+
+def _answered_by(config: PrepareConfig) -> str | None:
+    if config.server is None:
+        return None
+    words = "" if config.server_extras else ", OpenAI's words only"
+    return f"{config.server_model} through {config.server_api}{words}"
+
+
+def fingerprint(config: PrepareConfig, target: TargetTokens) -> dict[str, Any]:
+    """Everything that decides an answer, beside the prompt. Files of a local target are told apart by size and time."""
+    directory = Path(config.target.path)
+    files = sorted(directory.iterdir()) if directory.is_dir() else []
+    return {
+        "target": {key: value for key, value in to_dict(config.target).items() if key != "mask_token_id"},
+        "target files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        "chat template": chat.template_sha256(target.tokenizer),
+        "end tokens": list(target.end_token_ids),
+        "server": _answered_by(config),
+        "enable-thinking": config.enable_thinking,
+        "temperature": config.temperature,
+        "max-new-tokens": config.max_new_tokens,
+        "seed": config.seed,
+    }
