@@ -168,10 +168,16 @@ CATALOGUE = {
     "skipped": Failure(
         "Dynamo has given a function up: it runs uncompiled",
         "A compile that fails while suppress_errors is set, a graph break that it cannot resume from (in a loop, in a with "
-        "block), or up to torch 2.14 a first call under a TorchDispatchMode makes Dynamo skip the function for the life of the "
-        "process, also for calls that had a compiled version.",
-        "Set torch._dynamo.config.suppress_errors to False and mend the error; TORCH_LOGS=graph_breaks shows the breaks; call "
-        "the function once without the mode. fullgraph=True turns each of these into an error.",
+        "block), or up to torch 2.13 a call under a TorchDispatchMode that needs a look at the function makes Dynamo skip it for "
+        "the life of the process, also for calls that had a compiled version.",
+        "Set torch._dynamo.config.suppress_errors to False and mend the error; TORCH_LOGS=graph_breaks shows the breaks; use "
+        "modes around functions that are not compiled. fullgraph=True turns the first two into an error.",
+    ),
+    "mode": Failure(
+        "compiled functions were called under a TorchDispatchMode, where they run uncompiled",
+        "From torch 2.14 on Dynamo compiles nothing and uses nothing compiled in a call under such a mode, and does so again "
+        "in calls without it.",
+        "Measure or log under the mode (FLOP counters, DebugMode) beside the run, not around all of it.",
     ),
     "stance": Failure(
         "compiled functions were told to run uncompiled",

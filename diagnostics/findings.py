@@ -71,7 +71,7 @@ def _merge(merged: _Merged, found: Finding) -> None:
 
 def _detail(found: Finding) -> str:
     """What tells findings of the same failure and threads apart: uncompiled calls are counted for each function."""
-    return found.what if found.id in {"F7", "skipped", "stance"} and found.severity != "info" else ""
+    return found.what if found.id in {"F7", "skipped", "mode", "stance"} and found.severity != "info" else ""
 
 
 def _explained(finding: Finding, errors: list[Finding]) -> bool:
@@ -145,6 +145,8 @@ def _fallback(seen: Observation) -> Finding:
     if why in {"limit", "skipped"}:
         failure = "F7" if why == "limit" else "skipped"
         return _finding(failure, "error", f"calls in {thread} ran uncompiled, because {seen.name}", seen)
+    if why == "mode":
+        return _finding("mode", "hazard", f"in {thread}, {seen.name}", seen)
     if why == "graph break":
         return _finding("skipped", "info", f"{seen.name}; what it calls may be compiled", seen)
     return _finding("F7", "error" if seen.where else "hazard", seen.name, seen)
@@ -188,6 +190,16 @@ def _deadlock(seen: Observation) -> Finding:
     return dataclasses.replace(_finding("F8", "error", detail, seen), others=_other(holder, seen.fields["where_first"]))
 
 
+def _undone(seen: Observation) -> Finding:
+    other, compiler = seen.threads
+    if seen.name == "default dtype":
+        detail = f"{compiler} compiled and put back the default dtype that {other} had set meanwhile"
+        found = _finding("F16", "error", detail, seen)
+        return dataclasses.replace(found, others=_other(other, seen.fields["where_first"]))
+    detail = f"{compiler} compiled and put back the {seen.name}: what other threads drew meanwhile will be drawn again"
+    return _finding("F16", "hazard", detail, dataclasses.replace(seen, threads=(compiler,)))
+
+
 def _needless(seen: Observation) -> Finding | None:
     if match(seen.fields.get("reason", "")) != "F18":
         return None
@@ -220,4 +232,5 @@ _RULES: dict[str, Callable[[Observation], Finding | None]] = {
     "stance": _stance,
     "compile": _needless,
     "deadlock": _deadlock,
+    "undone": _undone,
 }

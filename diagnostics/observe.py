@@ -17,6 +17,7 @@ from diagnostics.probes.selector import SelectorProbe
 from diagnostics.probes.threads import ThreadsProbe
 from diagnostics.probes.tracer import TracerProbe
 from diagnostics.probes.uncompiled import UncompiledProbe
+from diagnostics.probes.undone import UndoneProbe
 from diagnostics.records import Log
 
 PROBES: tuple[type[Probe], ...] = (
@@ -28,6 +29,7 @@ PROBES: tuple[type[Probe], ...] = (
     ConfigProbe,
     SelectorProbe,
     ThreadsProbe,
+    UndoneProbe,
     ExceptionsProbe,
 )
 

@@ -400,6 +400,8 @@ GRAPH = Function("torch._functorch._aot_autograd.logging_utils", "track_graph_co
 SETTING = Function("torch.utils._config_module", "ConfigModule.__setattr__", ("self", "name", "value"), only=True)
 STANCE = Function("torch._dynamo.decorators", "set_stance.__init__", ("self", "stance"))
 STANCE_CALLBACK = Function("torch._dynamo.eval_frame", "_callback_from_stance", ("callback",), only=True)
+RANDOM_STATE = Function("torch.random", "set_rng_state", ("new_state",), only=True)
+DEFAULT_DTYPE = Function("torch", "set_default_dtype", ("d",), only=True)
 IS_COMPILING = Check("torch.compiler", "is_compiling")
 COMPILE_LOCK = Lock("torch._dynamo.convert_frame", "compile_lock")
 THREAD_EXCEPTION = Hook("threading", "excepthook")

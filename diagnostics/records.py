@@ -27,6 +27,7 @@ Kind = Literal[
     "setting",  # a setting that one thread made and another, which compiles, does not see; threads = (who set, who compiled)
     "deadlock",  # two threads that will wait for each other for ever; threads = (who holds the compile lock, who waits)
     "stance",  # the program told compiled functions to run uncompiled; threads = (who,)
+    "undone",  # a compile put back what was changed meanwhile; threads = (who changed it, who compiled)
     "leak",  # state left behind at a quiet moment; threads = the last traces that overlapped
     "fallback",  # compiled code bypassed
     "exception",  # an exception that nothing in the program handled; threads = (whose,)

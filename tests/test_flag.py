@@ -56,8 +56,7 @@ def test_it_listens_while_a_trace_is_in_progress_and_torchs_own_code_answers_aft
     assert (during, listens()) == ([True, True], False)
 
 
-@pytest.mark.usefixtures("log")
-def test_the_end_of_one_thread_s_trace_leaves_the_other_s_listened_to() -> None:
+def test_the_end_of_one_thread_s_trace_leaves_the_other_s_listened_to(log: Log) -> None:
     began, may_end = threading.Event(), threading.Event()
     other = threading.Thread(target=trace, args=(lambda: (began.set(), may_end.wait(60)),))
     with contextlib.ExitStack() as stack:
@@ -68,6 +67,7 @@ def test_the_end_of_one_thread_s_trace_leaves_the_other_s_listened_to() -> None:
         trace()
         assert listens()
     assert not listens()
+    assert log.observations() == ()  # what the other still needs is no leak
 
 
 @pytest.mark.usefixtures("log")
@@ -97,10 +97,10 @@ def test_a_flag_left_set_is_listened_to_until_it_is_cleared(log: Log, monkeypatc
 
 
 def test_a_trace_that_ends_after_the_probe_came_off_changes_nothing() -> None:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(FlagProbe(Log()).attached())
-        trace(stack.close)
-        assert not listens()
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        first.enter_context(FlagProbe(Log()).attached())
+        trace(lambda: (second.enter_context(FlagProbe(Log()).attached()), first.close()))
+        assert listens()  # the second does not know that it ended
     assert not listens()
 
 

@@ -103,3 +103,14 @@ def test_what_the_only_thread_does_itself_is_no_overlap(monkeypatch: pytest.Monk
     compiled(sets_dtype)  # warnings are errors here
     assert torch.get_default_dtype() is torch.float32
     assert sum("undone 0 times" in limit for limit in dflash.fx.limits()) == 3
+
+
+def test_a_compiled_function_that_asks_for_gradients_computes_them() -> None:
+    x = torch.ones(2, requires_grad=True)
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        y = x.cos()
+        return torch.autograd.grad(y, (x,), torch.ones_like(y))[0]
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(gradient, backend="eager")(x), gradient(x))

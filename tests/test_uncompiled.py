@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch._dynamo.testing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diagnostics.findings import conclude
 from diagnostics.observe import observed
@@ -171,6 +172,77 @@ def test_eager_on_recompile_counts_the_calls_without_a_version() -> None:
     assert counted(log) == {("f", "MainThread"): 2}
 
 
+class Mode(TorchDispatchMode):
+    """Operators pass through Python."""
+
+    def __torch_dispatch__(
+        self, operator: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        del types
+        return operator(*args, **(kwargs or {}))
+
+
+class Compiled:
+    """A compiled function, its calls and how many of them ran compiled."""
+
+    def __init__(self) -> None:
+        self.calls = self.ran_compiled = 0
+
+        def backend(graph: torch.fx.GraphModule, _inputs: object) -> Function:
+            def run(*inputs: object) -> object:
+                self.ran_compiled += 1
+                return graph.forward(*inputs)
+
+            return run
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        self._function = torch.compile(f, backend=backend, dynamic=False)
+
+    def __call__(self, size: int = 2) -> None:
+        self.calls += 1
+        self._function(ONES[size])
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_calls_that_a_dispatch_mode_keeps_from_running_compiled_are_counted_and_no_others(*, compiled_before: bool) -> None:
+    f = Compiled()
+    with observed() as log:
+        if compiled_before:
+            f()
+        with Mode():
+            f()
+            f(3)
+            f()
+        for size in (2, 3, 2):
+            f(size)
+    uncompiled = f.calls - f.ran_compiled
+    is_for_life = not f.ran_compiled - compiled_before
+    assert uncompiled == (6 if is_for_life else 3)  # up to torch 2.13, from then on
+    assert counted(log) == {("f", "MainThread"): uncompiled}
+    (finding,) = [finding for finding in conclude(log.observations()) if finding.severity != "info"]
+    assert (finding.id, finding.severity) == (("skipped", "error") if is_for_life else ("mode", "hazard"))
+    assert (finding.count, "TorchDispatchMode" in finding.what) == (uncompiled, True)
+
+
+def test_a_function_that_dynamo_leaves_alone_inside_a_dispatch_mode_is_no_uncompiled_call() -> None:
+    """A mode's own code runs without it: what is compiled there runs compiled, and what has no tensors is not compiled anyway."""
+    inner = Compiled()
+    without_tensors = torch.compile(lambda: 1, backend="eager")
+
+    class Calls(Mode):
+        def __torch_dispatch__(self, *given: Any, **named: Any) -> object:
+            inner()
+            without_tensors()
+            return super().__torch_dispatch__(*given, **named)
+
+    with observed() as log, Calls():
+        ONES[2] + 1
+    assert (inner.calls, inner.ran_compiled) == (1, 1)
+    assert counted(log) == {}
+
+
 @torch.compiler.disable
 def disabled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
@@ -212,9 +284,12 @@ def test_nothing_of_the_counting_stays_in_python() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 
+    asked_in_each_compiled_call = torch._dynamo.eval_frame._callback_from_stance
+    torchs_code = asked_in_each_compiled_call.__code__
     with observed() as log:
         limited((2, 3), f)
         assert sys.getprofile() is None  # between compiled calls
+    assert asked_in_each_compiled_call.__code__ is torchs_code
     limited((4, 5), f)
     assert sys.getprofile() is None
     assert counted(log) == {("f", "MainThread"): 1}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.autograd.graph
+from torch._C._dynamo import eval_frame as switch
 from torch._dynamo import convert_frame
 
 from dflash.fx import dispatch
@@ -38,6 +39,9 @@ class Backward(Swapped):
                 return original(t_outputs, *args, **kwargs)
 
         self._new_code = with_constants(_engine_run_backward.__code__, {"run": run})
+        for code in (self._new_code, run.__code__):
+            # As torch's own, below a compiled function that breaks at `grad`: Dynamo goes on with what they call.
+            switch.set_code_exec_strategy(code, switch._FrameExecStrategy(switch._FrameAction.SKIP, switch._FrameAction.DEFAULT))
 
     def after_fork(self) -> None:
         """Nothing belongs to a thread here."""

@@ -1,10 +1,11 @@
 """Calls that should have run compiled and did not, counted one by one, with the reason.
 
 Dynamo marks a code object when it gives it up: after the recompile limit its compiled versions still run, and all other calls
-run uncompiled; after a compile that failed under `suppress_errors`, or was first asked for under a TorchDispatchMode, none runs
-compiled any more. From then on nothing in Python hears of it, so the starts of these code objects are counted
-(`diagnostics.code_starts`). A stance is asked for in each compiled call, and is counted there. Until something of this kind
-happens, nothing but Dynamo's own look at a new frame is observed, which no call pays for that finds its compiled version.
+run uncompiled; after a compile that failed under `suppress_errors`, or up to torch 2.13 was asked for under a TorchDispatchMode,
+none runs compiled any more. From then on nothing in Python hears of it, so the starts of these code objects are counted
+(`diagnostics.code_starts`). From torch 2.14 on Dynamo looks at each call under a TorchDispatchMode anew, and a stance is asked
+for in each compiled call: these are counted there. Until something of this kind happens, nothing but Dynamo's own look at a new
+frame is observed, which no call pays for that finds its compiled version.
 
 Not counted: functions that Dynamo never compiles by its own lists, and `torch.compiler.disable`, on purpose; a function given
 up because of a graph break from which it cannot resume is told once, without a count, because what it calls may be compiled;
@@ -42,7 +43,7 @@ class _Reason:
 
     function: str
     sentence: str
-    why: str  # limit, skipped or stance
+    why: str  # limit, skipped, mode or stance
     setter: str = _NO_STANCE
 
 
@@ -96,8 +97,11 @@ class UncompiledProbe(Probe):
                 self._compiled[id(code)] = code
             elif failed is not None:
                 self._given_up(code, *failed)
-            elif result.apply_to_code and _is_refused_for_a_mode(code, result):
-                self._watch(code, _Reason(code.co_qualname, "was first called under a TorchDispatchMode", "skipped"))
+            elif _is_refused_for_a_mode(code, result):
+                if result.apply_to_code:  # for the life of the process, up to torch 2.13
+                    self._watch(code, _Reason(code.co_qualname, "was called under a TorchDispatchMode once", "skipped"))
+                else:
+                    self._count(_Reason(code.co_qualname, "was called under a TorchDispatchMode", "mode"))
 
         return finish
 
@@ -215,8 +219,10 @@ def _is_refused_for_a_mode(code: CodeType, result: Any) -> bool:
     if hasattr(result, "skip_reason"):
         return "dispatch mode" in (result.skip_reason or "")
     convert_frame = sys.modules["torch._dynamo.convert_frame"]
-    in_mode = getattr(convert_frame, "is_in_any_mode_without_ignore_compile_internals", None)
-    return in_mode is not None and in_mode() and not convert_frame.trace_rules.check(code)
+    by_stack = getattr(convert_frame.config, "inline_torch_dispatch_torch_compile", False)
+    in_mode = "any_torch_dispatch_mode_on_stack" if by_stack else "is_in_any_mode_without_ignore_compile_internals"
+    asked = getattr(convert_frame, in_mode, lambda: False)
+    return asked() and not convert_frame.config.disable and not convert_frame.trace_rules.check(code)
 
 
 def _called_function() -> str:
