@@ -39,6 +39,7 @@ USAGE = """usage: python -m dflash COMMAND ...
   export    write a run's drafter in z-lab's DFlash format: export RUN OUT [--checkpoint best]
   check     is a drafter what a server will take it for: check RUN|CHECKPOINT|EXPORT [--target T]
   plan      memory, work and speed of a run before it starts: plan --preset P [--rates FILE] [--gpu-memory-gib G] [any field]
+            or of larger ones, by measured runs: plan --simulate RUN... [--gpus 8 64 1024]
   import    a drafter of another program in z-lab's DFlash format: import SOURCE OUT --target T"""
 
 
@@ -118,6 +119,10 @@ def plan_command(arguments: list[str]) -> dict[str, Any]:
     from dflash import plan  # noqa: PLC0415 - see train_command
 
     own, fields = plan.options(arguments)
+    if own.simulate:
+        if fields:
+            raise ConfigError(f"plan --simulate takes no fields of a run, found {shlex.join(fields)}: the runs hold theirs")
+        return plan.simulated(own)
     config = tyro.cli(RunConfig, prog="python -m dflash plan", default=_preset_of(fields), args=fields)
     return plan.plan(config, plan.read_rates(own.rates) if own.rates else None, own.gpu_memory_gib)
 

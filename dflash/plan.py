@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dflash import simulation
 from dflash.config import ConfigError, RunConfig, TargetConfig, Topology
 from dflash.modeling.anatomy import text_config, text_decoder
 from dflash.modeling.drafter import Drafter
@@ -196,7 +197,30 @@ def options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m dflash plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--rates", type=Path, help="figures of regression.bench, measured on such a GPU")
     parser.add_argument("--gpu-memory-gib", type=float, help="what a GPU has: exit code 1 where a device needs more")
+    parser.add_argument("--simulate", type=Path, nargs="+", metavar="RUN", help="foretell larger runs by the stage times of runs")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 1024], help="--simulate: how many (8 64 512 1024)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="--simulate: of a machine (8)")
+    parser.add_argument("--link-gb-per-second", type=float, default=400.0, help="--simulate: inside a machine (400)")
+    parser.add_argument("--network-gb-per-second", type=float, default=50.0, help="--simulate: a GPU to another machine (50)")
+    parser.add_argument("--states-gb", type=float, default=0.0, help="--simulate: target states of a micro-batch (0)")
+    parser.add_argument("--gradients-gb", type=float, default=0.0, help="--simulate: gradients of a drafter (0)")
+    parser.add_argument("--spread", type=float, default=0.05, help="--simulate: of stage times, a share of the mean (0.05)")
     return parser.parse_known_args(arguments)
+
+
+def simulated(own: argparse.Namespace) -> dict[str, Any]:
+    """What `--simulate` asks for. Raises ConfigError."""
+    positive = (own.gpus_per_node, own.link_gb_per_second, own.network_gb_per_second)
+    if min(positive) <= 0 or min(own.states_gb, own.gradients_gb, own.spread) < 0:
+        raise ConfigError("--simulate: machines and links must be above 0, sizes and spread 0 or more")
+    fleet = simulation.Fleet(
+        gpus_per_node=own.gpus_per_node,
+        link_gb_per_second=own.link_gb_per_second,
+        network_gb_per_second=own.network_gb_per_second,
+        states_bytes=own.states_gb * 1e9,
+        gradient_bytes=own.gradients_gb * 1e9,
+    )
+    return simulation.report(own.simulate, own.gpus, fleet, spread=own.spread)
 
 
 def _of_target(config: RunConfig, sizes: Sizes) -> dict[str, int]:

@@ -9,6 +9,7 @@ Known limit: because nothing is decided by speed, a slow target slows its group 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Self
@@ -57,14 +58,14 @@ class Roles:
     def target_of(self, number: int) -> int:
         """Rank that makes micro-batch `number`."""
         turn, place = divmod(number, len(self.drafters))
-        drafters, targets = self._group(self.drafters[place])
-        item = turn * len(drafters) + drafters.index(self.drafters[place])  # counts the micro-batches of the group
+        drafters, targets, position = self._groups[self.drafters[place]]
+        item = turn * len(drafters) + position  # counts the micro-batches of the group
         return targets[item % len(targets)]
 
     @property
     def period(self) -> int:
         """After so many micro-batches, ways begin to repeat."""
-        sizes = {len(self._group(drafter)[1]) for drafter in self.drafters}
+        sizes = {len(targets) for _, targets, _ in self._groups.values()}
         return len(self.drafters) * math.lcm(*sizes)
 
     def numbers_of_drafter(self, rank: int, first: int, end: int) -> range:
@@ -72,11 +73,16 @@ class Roles:
         count = len(self.drafters)
         return range(first + (self.drafters.index(rank) - first) % count, end, count)
 
-    def _group(self, drafter: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    @functools.cached_property
+    def _groups(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Of each drafter: drafters and targets of its group, and its place among those drafters."""
         if {self.nodes[rank] for rank in self.drafters} != {self.nodes[rank] for rank in self.targets}:
-            return self.drafters, self.targets
-        node = self.nodes[drafter]
-        return self._on(node, self.drafters), self._on(node, self.targets)
+            return {drafter: (self.drafters, self.targets, place) for place, drafter in enumerate(self.drafters)}
+        found: dict[int, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
+        for node in set(self.nodes):
+            drafters, targets = self._on(node, self.drafters), self._on(node, self.targets)
+            found |= {drafter: (drafters, targets, place) for place, drafter in enumerate(drafters)}
+        return found
 
     def _on(self, node: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if self.nodes[rank] == node)
