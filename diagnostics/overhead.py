@@ -7,8 +7,9 @@ fastest timing counts: what else the machine does makes it slower, never faster.
 more than the mean of the two beside it, which a machine that drifts does not change; what is printed is the median over rounds
 and the interval that holds it with 95 % certainty, whatever the distribution (order statistics).
 
-The two stretches without probes are compared in the same way, which is the noise floor: it would be zero on a perfect machine,
-and differences within it mean nothing. The load of the machine is printed, too.
+The two stretches without probes are compared in the same way, which is the noise floor: on a perfect machine it would be zero.
+Where its median is beyond the goal, the machine favours a side, and nothing is judged; what else disturbs makes the interval
+wide, which decides. The load of the machine is printed, too.
 
 Goals are printed beside the measurements and decide nothing. Exit codes: 0 measured, 2 bad usage, 3 a probe was not attached, or
 something was compiled under the clock.
@@ -84,8 +85,8 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Whether the goal is met, as far as the noise floor lets this be said."""
-        if max(map(abs, self.floor)) > self.goal:
+        """Whether the goal is met, as far as the noise lets this be said."""
+        if abs(self.floor[1]) > self.goal:
             return "noise above the goal"
         low, _, high = self.added
         return "met" if high < self.goal else "not met" if low > self.goal else "undecided"

@@ -59,8 +59,10 @@ def test_what_the_probes_add_is_told_from_what_the_machine_does() -> None:
 
 
 def test_nothing_is_said_of_a_goal_below_the_noise_floor() -> None:
-    noisy = itertools.cycle((10.0, 10.0, 13.0, 10.0, 10.0, 11.0, 12.0, 10.0, 10.0))
-    assert clocked(noisy, goal=0.01).verdict == "noise above the goal"
+    favours_one = itertools.cycle((10.0, 10.5, 11.0, 11.0, 10.5, 10.0))  # the side that comes first and last in turns
+    assert clocked(favours_one, goal=0.01).verdict == "noise above the goal"
+    noisy = itertools.cycle((10.0, 10.0, 13.0, 10.0, 12.0, 13.0, 10.0, 9.0, 10.0, 10.0, 13.0, 10.0))
+    assert clocked(noisy, goal=0.01).verdict == "undecided"
 
 
 def test_a_machine_that_drifts_adds_nothing() -> None:
