@@ -42,7 +42,7 @@ from dflash.features import (
     shard_files,
     verify_shard,
 )
-from dflash.files import sync, write_whole
+from dflash.files import as_others_are, sync, write_whole
 from dflash.modeling.target import TargetRunner, drafter_shape, load_target, resolve_mask_token_id, text_config
 from dflash.worker import check_packing, target_states
 
@@ -205,6 +205,7 @@ def _write_shard(directory: Path, shard: int, made: Iterator[tuple[list[Any], di
     try:
         about.unlink(missing_ok=True)
         save_file(tensors, aside)
+        as_others_are(aside)
         sync(aside)
         aside.replace(path)
         with path.open("rb") as file:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash.config import RunConfig, run_config_from_dict, to_dict
-from dflash.files import sync
+from dflash.files import as_others_are, sync
 from dflash.modeling.drafter import Drafter, DrafterShape
 
 FORMAT = "dflash-harness checkpoint 1"
@@ -73,6 +73,8 @@ def save(run: Path, state: TrainState) -> Path:
         aside.mkdir(parents=True, exist_ok=True)
         save_file({k: v.detach().cpu().contiguous() for k, v in state.weights.items()}, aside / FILES[0])
         save_file({k: v.detach().cpu().contiguous() for k, v in state.moments.items()}, aside / FILES[1])
+        for name in FILES[:2]:
+            as_others_are(aside / name)
         document = {
             "format": FORMAT,
             "step": state.step,

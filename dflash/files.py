@@ -26,12 +26,17 @@ def write_whole(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        aside.chmod(0o666 & ~_umask())  # mkstemp makes it private
+        as_others_are(aside)  # mkstemp makes it private
         aside.replace(path)
         sync(path.parent)
     finally:
         with contextlib.suppress(FileNotFoundError):
             aside.unlink()
+
+
+def as_others_are(path: Path) -> None:
+    """Give a file the rights of a new one; safetensors makes its files private."""
+    path.chmod(0o666 & ~_umask())
 
 
 def _umask() -> int:

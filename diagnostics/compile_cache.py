@@ -86,12 +86,12 @@ def _inventory(options: argparse.Namespace, console: Console) -> int:
             continue
         found.append(inventory.to_dict(inventory.take(place, ask_torch=not options.no_torch)))
     runs, untold = past_runs.read(options.runs)
+    views.print_runs(console, runs, untold, max_rows=_rows(options))  # first: the caches may fill pages
     for values in found:
         values["hits"] = [
             asdict(run) for run in runs if Path(run.directory).resolve() == Path(values["directory"]).resolve()
         ] or None
         views.print_inventory(console, values, max_rows=_rows(options))
-    views.print_runs(console, runs, untold, max_rows=_rows(options))
     told = {"runs": [asdict(run) for run in runs], "not_observed": untold}
     _write(options, {"version": 1, "kind": "inventories", "environment": here.fingerprint(), "caches": found, **told})
     if not found or any(values["problems"] for values in found) or (options.runs and not runs):

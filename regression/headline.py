@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -55,9 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _fail(f"unknown step {min(wanted - known)!r}: here are {', '.join(step.name for step in chosen)}")
     if options.list:
         for step in chosen:
-            console.print(f"{step.name}: {step.what}\n    {' '.join(step.command)}", markup=False, highlight=False)
+            command = shlex.join(_command(step, options.output))
+            ends = "" if step.seconds is None else f"    (asked to end {step.seconds:g} s after its first step)\n"
+            console.print(f"{step.name}: {step.what}\n{ends}    {command}", markup=False, highlight=False, soft_wrap=True)
         return 0
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _fail(f"--output {options.output} cannot be made ({error.strerror}): name a directory for the results")
     for step in chosen:
         path = options.output / f"{step.name}.json"
         if step.name in wanted and not path.exists():
@@ -82,12 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(step: Step, output: Path) -> dict[str, Any]:
     """One command: what it was, how it ended, and its result line or file."""
     started, log = time.monotonic(), output / f"{step.name}.log"
-    command = list(step.command)
-    figures = output / f"{step.name}.figures.json"
-    if step.leaves_json:
-        command += ["--json", str(figures)]
-    if step.seconds is not None or step.needs_output:
-        command += ["--output", str(output / f"{step.name}.run")]
+    command, figures = _command(step, output), output / f"{step.name}.figures.json"
     row: dict[str, Any] = {"what": step.what, "command": step.command, "as_expected": False}
     try:
         with Running.started(command, log=log) as running:
@@ -105,6 +106,16 @@ def _run(step: Step, output: Path) -> dict[str, Any]:
     if step.seconds is not None and not result:
         row |= {"as_expected": False, "failure": f"no result line; see {log}"}
     return row
+
+
+def _command(step: Step, output: Path) -> list[str]:
+    """The command with where its results go."""
+    command = list(step.command)
+    if step.leaves_json:
+        command += ["--json", str(output / f"{step.name}.figures.json")]
+    if step.seconds is not None or step.needs_output:
+        command += ["--output", str(output / f"{step.name}.run")]
+    return command
 
 
 def _until_trained(running: Running, events: Path, seconds: float) -> None:

@@ -123,7 +123,7 @@ def test_the_command_audits_data_that_is_there_and_exits_with_1_when_something_i
     assert main.main([*arguments, str(bad.output)]) == 1
     assert "WRONG" in capsys.readouterr().err
     assert main.main([*arguments, str(tmp_path / "nothing")]) == 2
-    assert "no prompts: name a file" in capsys.readouterr().err
+    assert "nothing holds no prepared data, and there are no prompts: name a file" in capsys.readouterr().err
 
 
 def test_text_that_a_template_rendered_before_is_skipped(configure: Any, tmp_path: Path) -> None:

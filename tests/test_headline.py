@@ -116,3 +116,21 @@ def test_bad_usage_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag
     with pytest.raises(SystemExit) as stopped:
         headline.main(["--output", str(tmp_path / "out"), *flags])
     assert stopped.value.code == 2
+
+
+def test_a_place_for_results_that_cannot_be_made_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, tmp_path / "file", [step("it", RESULT)])
+    assert stopped.value.code == 2
+    assert "name a directory" in capsys.readouterr().err
+
+
+def test_the_list_shows_commands_as_they_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert headline.main(["--output", str(tmp_path / "out"), "--list"]) == 0
+    shown = capsys.readouterr().err
+    assert f"--output {tmp_path}/out/train-threads.run" in shown
+    assert "asked to end 390 s after its first step" in shown
+    assert not (tmp_path / "out").exists()

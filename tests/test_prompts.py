@@ -1,6 +1,9 @@
 from pathlib import Path
 
+import pytest
+
 from dflash.config import PrepareConfig
+from dflash.data.meta import DataError
 from dflash.data.prompts import load_prompts
 
 
@@ -15,3 +18,13 @@ def test_a_prompt_that_is_no_text_is_listed_and_the_others_are_kept(tmp_path: Pa
         ("bad", "a lone surrogate, which is no text"),
         ("line 3", "an id with a lone surrogate, which is no text"),
     ]
+
+
+@pytest.mark.parametrize("named", [None, "text"])
+def test_a_file_of_several_without_the_column_is_refused_and_never_skipped_whole(tmp_path: Path, named: str | None) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n{"other": "no prompt in this row"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "two", "label": 1}\n')
+    config = PrepareConfig(prompts=str(tmp_path), output=tmp_path / "out", prompt_field=named)
+    missing, found = ("a.jsonl", "other, prompt") if named else ("b.jsonl", "label, text")
+    with pytest.raises(DataError, match=f"^{missing} has no field .*found {found}: leave that file out"):
+        load_prompts(config)

@@ -58,9 +58,14 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     when a server is gone.
     """
     if config.audit and (config.output / MARKER_FILE).is_file():
+        if config.prompts:
+            events.record(
+                "notice", text=f"{config.output} is prepared: it is audited as it is, --prompts {config.prompts} is not read"
+            )
         return {"output": str(config.output), **_audited(config)}
     if not config.prompts:
-        raise ConfigError("no prompts: name a file, a directory, a URL or a data set with --prompts")
+        there = f"{config.output} holds no prepared data, and there are " if config.audit else ""
+        raise ConfigError(f"{there}no prompts: name a file, a directory, a URL or a data set with --prompts")
     summary = _prepare(config)
     return {**summary, **_audited(config)} if config.audit else summary
 

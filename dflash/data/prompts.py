@@ -62,7 +62,10 @@ def load_prompts(config: PrepareConfig) -> PromptList:
     field = config.prompt_field
     contents: set[bytes] = set()
     rows = read_rows(config.prompts, split=config.split, stream=config.limit is not None)
+    columns: dict[str, set[str]] = {}  # of each file of several
     for place, row in itertools.islice(rows, config.limit):
+        if file := place.rpartition(", ")[0]:
+            columns.setdefault(file, set()).update(row)
         fields |= row.keys()
         unread.append((place, row))
         field = field or _recognised(row, config)
@@ -77,6 +80,12 @@ def load_prompts(config: PrepareConfig) -> PromptList:
         raise DataError(f"{config.prompts} holds no prompts: expected a JSON object per line, or Parquet rows")
     if field is None or field not in fields:
         raise DataError(_no_field(config, field, fields))
+    for file, found in columns.items():
+        if field not in found:
+            raise DataError(
+                f"{file} has no field {field!r}, which others of {config.prompts} have, found {', '.join(sorted(found))}: "
+                f"leave that file out, or prepare it apart with --prompt-field"
+            )
     return PromptList(prompts=list(prompts.values()), skipped=skipped, field=field)
 
 

@@ -41,7 +41,7 @@ def print_inventory(console: Console, values: dict[str, Any], *, max_rows: int |
     print_table(console, Table("Processes", ("process", "user", "command", "why"), users))
     read = values["last_read_seconds"]
     hits = values["hits"]
-    print_detail(console, "hits and misses of the last runs", _NO_HITS if hits is None else f"of {len(hits)} runs, below")
+    print_detail(console, "hits and misses of the last runs", _NO_HITS if hits is None else f"of {len(hits)} runs, above")
     print_detail(
         console,
         "an entry was last read",
