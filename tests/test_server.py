@@ -168,7 +168,10 @@ def test_a_server_that_dies_for_good_ends_with_1_and_the_command_that_goes_on(
     with serving(model) as other:
         assert main.main([*arguments, "--server", other.url]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert summary["resumed_answers"] == sum(server.answered.values()) >= 9
+    sent = sum(server.answered.values())
+    assert sent >= 9
+    under_way = 3  # of four requests at a time, those that end because another one found the server gone
+    assert sent - under_way <= summary["resumed_answers"] <= sent
     assert sum(other.asked.values()) == len(ROWS) - summary["resumed_answers"]
     assert tokens(tmp_path / "data") == here
 
