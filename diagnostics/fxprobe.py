@@ -19,14 +19,13 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
-
 from diagnostics.findings import conclude_all
-from diagnostics.output import ignoring_closed_stderr, output_file, say, width, write_text
+from diagnostics.output import ignoring_closed_stderr, output_file, say, write_text
 from diagnostics.page import write_page
 from diagnostics.records import Finding
 from diagnostics.report import print_report
 from diagnostics.session import Outcome, UsageError, observe_program
+from diagnostics.terminal import StderrConsole
 
 _SECONDS_BETWEEN_PROGRESS = 10.0
 _STALL_SECONDS = 60.0
@@ -73,7 +72,7 @@ def _report(options: argparse.Namespace, command: list[str], outcome: Outcome) -
                 say(f"fxprobe: cannot write {path}: {error.strerror}")
                 code = code or 2
     with ignoring_closed_stderr():
-        print_report(Console(stderr=True, width=width(sys.stderr)), outcome, findings)
+        print_report(StderrConsole(), outcome, findings)
     return code
 
 

@@ -40,6 +40,17 @@ class ReportConsole(Console):
         os.close(nowhere)
 
 
+class StderrConsole(Console):
+    """Standard error for a report: the caller hears that its reader has gone; rich would end the process, and stdout with it."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True, width=width(sys.stderr))
+
+    def on_broken_pipe(self) -> None:
+        """See rich."""
+        raise BrokenPipeError
+
+
 def print_table(console: Console, table: Table, *, max_rows: int | None = None, lines_between_rows: bool = False) -> None:
     """Print `table`, or nothing where it has no rows; of more than `max_rows` the first ones, and how many are left."""
     if not table.rows:

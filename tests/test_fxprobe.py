@@ -178,9 +178,9 @@ def test_output_arguments_and_a_failing_exit_code_stay_the_programs(probe: Probe
 
 
 def test_an_uncaught_exception_prints_the_programs_traceback_only(probe: Probe) -> None:
-    done = probe(script(probe.directory, "def f():\n    raise ValueError('mine')\nf()\n"))
-    shown, message, _ = done.stderr.partition("ValueError: mine")
-    assert (done.returncode, message) == (1, "ValueError: mine")
+    done = probe(script(probe.directory, "import torch\ndef f():\n    raise ValueError('mine')\nf()\n"))
+    shown, message, report = done.stderr.partition("ValueError: mine\n")
+    assert (done.returncode, message, report[:1]) == (1, "ValueError: mine\n", "─")
     assert "program.py" in shown
     assert "diagnostics" not in shown
 
@@ -266,7 +266,9 @@ def test_a_program_with_exception_hooks_of_its_own_is_observed_all_the_same(prob
 
 
 def test_a_hazard_fails_only_when_asked_to(probe: Probe) -> None:
-    assert probe("-m", "diagnostics.stress.scenarios", "F4", options=("--fail-on", "hazard")).returncode == 1
+    hazard = ("-m", "diagnostics.stress.scenarios", "F4")
+    assert probe(*hazard, options=("--fail-on", "hazard")).returncode == 1
+    assert probe(*hazard).returncode == 3
 
 
 @pytest.mark.parametrize("command", [("nowhere.py",), ("-m", "no_such_module"), ("-m",)])

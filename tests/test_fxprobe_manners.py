@@ -68,8 +68,11 @@ def test_torchrun_workers_are_told_apart_by_rank(run: Run) -> None:
     assert {process["rank"] for process in run.report["processes"]} == {None, "0", "1"}  # None: torchrun itself
 
 
-@pytest.mark.parametrize(("ending", "code"), [("os._exit(5)", 5), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
-def test_a_sudden_end_keeps_what_was_seen(run: Run, ending: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("ending", "code", "told"),
+    [("os._exit(5)", 5, "ended without its exit handlers"), ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ended by SIGKILL")],
+)
+def test_a_sudden_end_keeps_what_was_seen_and_is_told(run: Run, ending: str, code: int, told: str) -> None:
     ended = run(
         f"""
         import os, signal, threading, torch
@@ -89,6 +92,7 @@ def test_a_sudden_end_keeps_what_was_seen(run: Run, ending: str, code: int) -> N
         """
     )
     assert (ended, run.found) == (code, [("error", "F3")])
+    assert any(told in note for note in run.report["notes"])
 
 
 def test_a_program_without_torch_was_not_observed(run: Run) -> None:
@@ -188,6 +192,18 @@ def test_a_closed_standard_error_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(f"import torch; {TRACE}; print('done')")
     command = f"{sys.executable} -m diagnostics.fxprobe --progress 0.2 --json {tmp_path}/r.json -- {tmp_path}/program.py 2>&-"
     done = subprocess.run(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert json.loads((tmp_path / "r.json").read_text())["program_exit_code"] == 0
+
+
+def test_a_reader_of_standard_error_that_goes_away_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(f"import torch; {TRACE}; print('done')")
+    reader, writer = os.pipe()
+    os.close(reader)
+    probe = (sys.executable, "-m", "diagnostics.fxprobe", "--progress", "0", "--json", str(tmp_path / "r.json"))
+    command = (*probe, "--", str(tmp_path / "program.py"))
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=writer, text=True, timeout=200, check=False)
+    os.close(writer)
     assert (done.returncode, done.stdout) == (0, "done\n")
     assert json.loads((tmp_path / "r.json").read_text())["program_exit_code"] == 0
 
