@@ -3,7 +3,8 @@
 On CPUs a drafter gets the gradients of every micro-batch of the step from the others and adds them up in the order of the
 micro-batches, so that any number of drafters gives the same bits as one; that moves as many gradients as a step has
 micro-batches. On GPUs the flat gradients are all-reduced in place. Either way every drafter makes the same update; at every
-checkpoint it is verified that the weights are still the same.
+checkpoint it is verified that the weights are still the same. With `--fully-shard` each drafter updates its part of them
+(`dflash.sharded`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dflash.batch import LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
 from dflash.config import RunConfig, Topology
 from dflash.engine.devices import Placement
-from dflash.engine.loops import WorkerTimes
+from dflash.engine.loops import DrafterWorker, WorkerTimes
 from dflash.engine.processes import DrafterRun, Ranks
 from dflash.engine.queue import QueueStats
 from dflash.engine.reading import ReadingQueue
@@ -29,7 +30,7 @@ from dflash.engine.transport import ReceivingQueue, SendingQueue, StatesShape, c
 from dflash.engine.waits import Waits
 from dflash.exchange import ProcessReport, report
 from dflash.modeling.tree_estimate import DraftCounts
-from dflash.worker import Contribution, DrafterModelWorker, NonFiniteError, synchronize
+from dflash.worker import Contribution, NonFiniteError, synchronize
 
 _SUMS = tuple(field.name for field in dataclasses.fields(LossSums))
 
@@ -80,6 +81,8 @@ class RanksEngine:
     def __init__(self, config: RunConfig, ranks: Ranks, parts: Parts, policy: CompilePolicy) -> None:
         self._config, self._ranks, self._parts, self._policy = config, ranks, parts, policy
         self._drafter = parts.drafters[0]
+        if config.fully_shard:
+            ranks.shard(self._drafter)
         self._shape = states_shape(config, parts, ranks.device)
         topology = Topology.parse(config.topology)
         self.leads = ranks.leads
@@ -103,6 +106,8 @@ class RanksEngine:
 
     def share_weights(self) -> None:
         """See `dflash.exchange.Engine`."""
+        if self._drafter.parameters.together:  # they were made equal before they were cut
+            return
         self._ranks.from_leader(self._drafter.flat.weights)
         self._drafter.flat.refresh()
         synchronize(self._ranks.device)  # the stream that the drafter works on does not wait for this one
@@ -113,7 +118,7 @@ class RanksEngine:
         with self._ranks.doing.at("waiting", f"adding up the gradients of step {step + 1}"):
             told = self._ranks.gather_from_drafters([(part.first_index, part.batches, _on_cpu(part.drafts)) for part in own])
             remarks = {row[0]: row for rows in told or [] for row in rows}
-            if self._ranks.device.type == "cuda":
+            if self._ranks.device.type == "cuda" or self._drafter.parameters.together:
                 return [self._reduced(own, [remarks[index] for index in sorted(remarks)])]
             return self._all(step, own, remarks)
 
@@ -121,7 +126,9 @@ class RanksEngine:
         """See `dflash.exchange.Engine`; each drafter has made the same update."""
 
     def verify_weights(self) -> None:
-        """See `dflash.exchange.Engine`."""
+        """See `dflash.exchange.Engine`. Nobody else has the part of a drafter that shares them."""
+        if self._drafter.parameters.together:
+            return
         sums = self._ranks.gather_from_drafters(checksum([self._drafter.flat.weights]))
         if sums and len(set(sums)) > 1:
             raise RuntimeError(
@@ -156,7 +163,9 @@ class RanksEngine:
             finish_step=finish_step,
         )
         with self._policy.in_worker():
-            worker = self._drafter if self._reader is not None else _Blaming(self._drafter, self._ranks)
+            worker: DrafterWorker = self._drafter
+            worker = _Together(worker, self._ranks) if self._drafter.parameters.together else worker
+            worker = worker if self._reader is not None else _Blaming(worker, self._ranks)
             self._ranks.run_drafter(run, worker)
 
     def times(self) -> Sequence[WorkerTimes]:
@@ -195,10 +204,11 @@ class RanksEngine:
         """One sum over all drafters; on a GPU a drafter's own micro-batches are one sum already."""
         width = self._parts.shape.block_size - 1
         sums = _vector(own[0].sums) if own else torch.zeros(4 + 2 * width, device=self._ranks.device)
-        gradients = self._drafter.flat.gradients
+        gradients = self._drafter.parameters.gradients
         if not own:
             gradients.zero_()  # they may hold what the step before left
-        self._ranks.sum_over_drafters(gradients)
+        if not self._drafter.parameters.together:
+            self._ranks.sum_over_drafters(gradients)
         self._ranks.sum_over_drafters(sums)
         drafts = [row[2] for row in remarks if row[2] is not None]
         return Contribution(
@@ -233,7 +243,7 @@ class RanksEngine:
 class _Blaming:
     """A drafter that says whose states were not finite."""
 
-    def __init__(self, drafter: DrafterModelWorker, ranks: Ranks) -> None:
+    def __init__(self, drafter: DrafterWorker, ranks: Ranks) -> None:
         self.device = drafter.device
         self._drafter, self._ranks = drafter, ranks
 
@@ -243,6 +253,19 @@ class _Blaming:
         except NonFiniteError as error:
             rank = self._ranks.roles.target_of(states.batch.index)
             raise NonFiniteError(f"{error}. Its target states are from rank {rank} ({self._ranks.roles.worker(rank)})") from error
+
+
+class _Together:
+    """A drafter that works at the pace of the others: to wait for them in the middle of a micro-batch is no hang of its own."""
+
+    def __init__(self, drafter: DrafterWorker, ranks: Ranks) -> None:
+        self.device = drafter.device
+        self._drafter, self._ranks = drafter, ranks
+
+    def accumulate(self, states: TargetStates) -> None:
+        doing = f"gradients of micro-batch {states.batch.index}, with the other drafters"
+        with self._ranks.doing.at("waiting", doing), self._ranks.losing_peers():
+            self._drafter.accumulate(states)
 
 
 def _vector(sums: LossSums) -> Tensor:

@@ -7,8 +7,7 @@ devices are GPUs, else Gloo. The threads that use a group are the main one and t
 `joined` is a rank's life: read torchrun's variables, agree with the others, watch each other, connect, run, leave. A failure on
 any rank ends all of them with exit code 1 within the time-out (`dflash.engine.watch`).
 
-Known limits: not run on NCCL. No FSDP2: a drafter, its gradients and its moments fit on each drafter's device. No tensor
-parallel targets: a target fits on one device.
+Known limits: not run on NCCL. No tensor parallel targets: a target fits on one device.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from dflash import events
@@ -135,6 +134,24 @@ class Ranks:
         with _talking():
             dist.broadcast(tensor, src=0, group=self.drafters)
 
+    def shard(self, drafter: Sharing) -> None:
+        """Make the drafters equal to the leader's, and leave each a part of the parameters."""
+        with self.doing.at("slow", "sharding the drafter"):
+            for parameter in drafter.drafter.parameters():
+                self.from_leader(parameter.data)
+            with _talking():
+                drafter.shard(self.drafters, leads=self.leads)
+
+    @contextlib.contextmanager
+    def losing_peers(self) -> Iterator[None]:
+        """What torch.distributed raises inside other work when a connection breaks, as PeerLost."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            raise PeerLost(None, error) from error
+
     def any_drafter(self, flag: bool) -> bool:
         """Whether the flag is set on at least one drafter."""
         flags = torch.tensor([float(flag)], device=self.device)
@@ -191,6 +208,17 @@ class Ranks:
                         break
             with self.doing.at("waiting", "dropping what is no longer wanted"):
                 run.queue.close()
+
+
+class Sharing(Protocol):
+    """A drafter worker that can share its parameters with others."""
+
+    @property
+    def drafter(self) -> nn.Module:
+        """Whose parameters they are."""
+
+    def shard(self, group: Any, *, leads: bool) -> None:
+        """Keep a part of them."""
 
 
 @dataclass(kw_only=True)
