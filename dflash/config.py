@@ -42,6 +42,10 @@ class TargetConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     mask_token_id: int | None = None  # None: the tokenizer's mask token, which must then exist
     seed: int = 0  # only for random weights
+    tensor_parallel: int = 1  # processes: ranks, each with a device, that hold one target together
+
+    def __post_init__(self) -> None:
+        _require(self.tensor_parallel >= 1, f"target.tensor-parallel is {self.tensor_parallel}: use at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,8 +296,16 @@ class RunConfig:
                 f"devices is {self.devices!r}: every process of --engine processes has one device of its own, use cpu or cuda",
             )
             _require(not self.measure.on, "--measure times --engine threads only: leave one of them out")
+        if self.target.tensor_parallel > 1:
+            self._check_tensor_parallel()
         if self.fully_shard:
             self._check_fully_shard()
+
+    def _check_tensor_parallel(self) -> None:
+        ways = f"target.tensor-parallel {self.target.tensor_parallel}"
+        _require(self.engine == "processes", f"{ways} is for --engine processes: a rank for each part of a target")
+        _require(self.data.features is None, f"{ways} has no meaning with --data.features: no target runs")
+        _require(not self.compile.target, f"{ways}: a target in parts is not compiled, leave --compile.target out")
 
     def _check_fully_shard(self) -> None:
         drafters, per_step = Topology.parse(self.topology).drafters, self.optim.batches_per_step

@@ -89,6 +89,8 @@ def devices_of(config: RunConfig) -> tuple[list[str], list[str]]:
     topology = Topology.parse(config.topology)
     if topology.targets == 0:
         raise ConfigError("a plan is for runs with targets: leave --data.features out, and name targets in --topology")
+    if config.target.tensor_parallel > 1:
+        raise ConfigError("a plan knows targets of one device only: leave --target.tensor-parallel out")
     workers = topology.targets + topology.drafters
     names = [f"cuda:{i}" for i in range(workers)] if config.devices == "cuda" else config.devices.split(",")
     names = [name.strip() for name in names]

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash.assembly import Parts
+from dflash.assembly import Parts, StatesWorker
 from dflash.batch import LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
 from dflash.config import RunConfig, Topology
 from dflash.engine.devices import Placement
-from dflash.engine.loops import DrafterWorker, WorkerTimes
+from dflash.engine.loops import DrafterWorker, Sink, WorkerTimes
 from dflash.engine.processes import DrafterRun, Ranks
 from dflash.engine.queue import QueueStats
 from dflash.engine.reading import ReadingQueue
@@ -30,7 +30,7 @@ from dflash.engine.transport import ReceivingQueue, SendingQueue, StatesShape, c
 from dflash.engine.waits import Waits
 from dflash.exchange import ProcessReport, report
 from dflash.modeling.tree_estimate import DraftCounts
-from dflash.worker import Contribution, NonFiniteError, synchronize
+from dflash.worker import Contribution, NonFiniteError, TargetModelWorker, synchronize
 
 _SUMS = tuple(field.name for field in dataclasses.fields(LossSums))
 
@@ -38,7 +38,7 @@ _SUMS = tuple(field.name for field in dataclasses.fields(LossSums))
 def placement_of(ranks: Ranks) -> Placement:
     """The one worker of this rank."""
     if ranks.is_target:
-        return Placement(targets=(ranks.device,), drafters=(), first_target=ranks.roles.targets.index(ranks.rank))
+        return Placement(targets=(ranks.device,), drafters=(), first_target=ranks.roles.targets.index(ranks.target_leader))
     return Placement(targets=(), drafters=(ranks.device,), first_drafter=ranks.roles.drafters.index(ranks.rank))
 
 
@@ -55,19 +55,30 @@ def states_shape(config: RunConfig, parts: Parts, device: torch.device) -> State
 def serve(config: RunConfig, ranks: Ranks, parts: Parts, policy: CompilePolicy, first_step: int) -> None:
     """Be a target: make what the drafters warm up and validate with, then what they ask for, and report."""
     shape, checksums = states_shape(config, parts, ranks.device), config.transport.checksums
-    worker, per_step = parts.targets[0], config.optim.batches_per_step
+    worker: StatesWorker = parts.targets[0]
+    per_step, sends = config.optim.batches_per_step, ranks.rank == ranks.target_leader
+    if parts.tp_plan is not None:
+        assert isinstance(worker, TargetModelWorker)
+        with ranks.doing.at("slow", "splitting the target"):
+            worker.split(parts.tp_plan, ranks.team)
+        worker = _Team(worker, ranks)
     with policy.in_worker():
         with ranks.doing.at("slow", "target states for the warm-up"):
-            serves = ranks.rank == ranks.roles.targets[0]
+            serves = ranks.target_leader == ranks.roles.targets[0]
             for batch in parts.heldout_batches() if serves else ():
-                send_states(ranks, worker.run(batch), 0, shape, checksums=checksums)()
+                states = worker.run(batch)
+                if sends:
+                    send_states(ranks, states, 0, shape, checksums=checksums)()
             if policy.warms_up:
                 first = worker.produce(first_step * per_step)
-                for drafter in ranks.roles.drafters if serves else ():
+                for drafter in ranks.roles.drafters if serves and sends else ():
                     send_states(ranks, first, drafter, shape, checksums=checksums)()
-        queue = SendingQueue(
-            ranks, ranks.roles, shape, first=first_step * per_step, end=config.optim.steps * per_step, checksums=checksums
-        )
+        numbers = range(first_step * per_step, config.optim.steps * per_step)
+        queue: Sink = _Following(ranks)
+        if sends:
+            queue = SendingQueue(ranks, ranks.roles, shape, first=numbers.start, end=numbers.stop, checksums=checksums)
+        if sends and parts.tp_plan is not None:
+            queue = _Leading(queue, ranks)
         ranks.stop.stepping = True
         with policy.frozen():
             times = ranks.run_target(queue, worker)
@@ -87,7 +98,7 @@ class RanksEngine:
         topology = Topology.parse(config.topology)
         self.leads = ranks.leads
         self.num_targets, self.num_drafters = topology.targets, topology.drafters
-        self.num_devices = topology.targets + topology.drafters
+        self.num_devices = topology.targets * config.target.tensor_parallel + topology.drafters
         self.devices = [str(ranks.device.type)] * self.num_devices  # each rank has one of its own
         self._times = WorkerTimes(worker=ranks.worker, device=str(ranks.device))
         self._queue: ReceivingQueue | ReadingQueue | None = None
@@ -253,6 +264,48 @@ class _Blaming:
         except NonFiniteError as error:
             rank = self._ranks.roles.target_of(states.batch.index)
             raise NonFiniteError(f"{error}. Its target states are from rank {rank} ({self._ranks.roles.worker(rank)})") from error
+
+
+class _Team:
+    """One rank's part of a target: what breaks inside it may be another's end."""
+
+    def __init__(self, worker: StatesWorker, ranks: Ranks) -> None:
+        self.device = worker.device
+        self._worker, self._ranks = worker, ranks
+
+    def produce(self, number: int) -> TargetStates:
+        with self._ranks.losing_peers():
+            return self._worker.produce(number)
+
+    def run(self, batch: PackedBatch) -> TargetStates:
+        with self._ranks.losing_peers():
+            return self._worker.run(batch)
+
+
+class _Leading:
+    """The queue of the first rank of a team: what it claims, the others make as well."""
+
+    def __init__(self, queue: Sink, ranks: Ranks) -> None:
+        self._queue, self._ranks = queue, ranks
+
+    def claim(self) -> int | None:
+        return self._ranks.told_by_target_leader(self._queue.claim())
+
+    def put(self, number: int, item: TargetStates) -> None:
+        self._queue.put(number, item)
+
+
+class _Following:
+    """The queue of the other ranks of a team: they make what they are told, and send nothing."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def claim(self) -> int | None:
+        return self._ranks.told_by_target_leader(None)
+
+    def put(self, number: int, item: TargetStates) -> None:
+        """The first rank has the same states."""
 
 
 class _Together:

@@ -68,6 +68,10 @@ class TargetModelWorker:
         self._stream = stream
         self._tiles_of = tiles_of
 
+    def split(self, plan: dict[str, str], group: Any) -> None:
+        """Keep one rank's part of the target; all ranks of the group call it."""
+        self._runner.split(plan, group, self.device)
+
     def produce(self, number: int) -> TargetStates:
         """The states of micro-batch `number`, complete on this worker's device."""
         return self.run(self._stream.batch(number))

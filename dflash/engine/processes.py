@@ -1,13 +1,14 @@
 """N target and M drafter processes, started by torchrun: the only file that touches process groups.
 
 Groups: `control` (Gloo, all ranks: grants, headers, Python objects), `data` (all ranks: target states), `drafters` (gradients),
-each used by one kind of traffic so that none waits behind another; the last two are NCCL with one GPU a rank when
-devices are GPUs, else Gloo. The threads that use a group are the main one and the one that receives.
+`team` (a target of several ranks), each used by one kind of traffic so that none waits behind another; all but the first are NCCL
+with one GPU a rank when devices are GPUs, else Gloo. The threads that use a group are the main one and the one that receives.
 
 `joined` is a rank's life: read torchrun's variables, agree with the others, watch each other, connect, run, leave. A failure on
 any rank ends all of them with exit code 1 within the time-out (`dflash.engine.watch`).
 
-Known limits: not run on NCCL. No tensor parallel targets: a target fits on one device.
+Known limits: not run on NCCL. A team of target ranks has groups of its own, made one after the other: slow for hundreds of teams.
+Where one of a team stops, the team's others may be named for it, who wait in the middle of their work.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from dflash import events
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.engine.launch import Agreement, Launch, Silent, differences, host
-from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
+from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
-from dflash.engine.transport import ReceivingQueue, SendingQueue, introduce
+from dflash.engine.transport import ReceivingQueue, introduce
 from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
 from dflash.stopping import Stop, stop_on_signals
@@ -59,6 +60,8 @@ class Ranks:
     data: Any
     drafters: Any
     drafters_control: Any  # Gloo, for Python objects
+    team: Any = None  # of a target with several ranks, as `data`; None for other workers
+    team_control: Any = None  # Gloo
 
     @property
     def rank(self) -> int:
@@ -72,8 +75,8 @@ class Ranks:
 
     @property
     def is_target(self) -> bool:
-        """Whether this rank makes target states."""
-        return self.rank in self.roles.targets
+        """Whether this rank makes target states, alone or as one of a team."""
+        return self.rank not in self.roles.drafters
 
     @property
     def worker(self) -> str:
@@ -102,6 +105,18 @@ class Ranks:
     def waits(self) -> Waits | None:
         """Who waited for whom since the last call that gave something; None while that is too short a time."""
         return self.waits_meter.stretch(self.watch.spent())
+
+    @property
+    def target_leader(self) -> int:
+        """The rank that sends for this one's team."""
+        return self.roles.team(self.rank)[0]
+
+    def told_by_target_leader(self, number: int | None) -> int | None:
+        """What the first rank of the team says to all of it: a micro-batch, or the end."""
+        told = torch.tensor([-1 if number is None else number])
+        with _talking():
+            dist.broadcast(told, src=self.target_leader, group=self.team_control)
+        return None if told.item() < 0 else int(told.item())
 
     def gather(self, value: Any) -> list[Any] | None:
         """The objects of all ranks, on rank 0."""
@@ -190,7 +205,7 @@ class Ranks:
             works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, source, self.data) for t in tensors])
         return _waiting(works, source, *tensors)
 
-    def run_target(self, queue: SendingQueue, worker: TargetWorker) -> WorkerTimes:
+    def run_target(self, queue: Sink, worker: TargetWorker) -> WorkerTimes:
         """Make target states until the drafters want no more."""
         times = WorkerTimes(worker=self.worker, device=str(self.device))
         with on_device(self.device):
@@ -280,7 +295,8 @@ def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Rol
     if different:
         agreement.end(0, different)
     try:
-        roles = Roles.assign(Topology.parse(config.topology), tuple(one["node"] for one in said))
+        topology = Topology.parse(config.topology)
+        roles = Roles.assign(topology, tuple(one["node"] for one in said), config.target.tensor_parallel)
     except ConfigError as found:
         agreement.end(0, str(found))
     peers = [Peer(rank=rank, worker=roles.worker(rank), host=one["host"], pid=one["pid"]) for rank, one in enumerate(said)]
@@ -339,6 +355,11 @@ def _connect(
         drafters=dist.new_group(drafters, backend=fast, timeout=limit),
         drafters_control=dist.new_group(drafters, backend="gloo", timeout=limit),
     )
+    for target in roles.targets if roles.tensor_parallel > 1 else ():
+        team = roles.team(target)
+        made = [dist.new_group(list(team), backend=backend, timeout=limit) for backend in (fast, "gloo")]
+        if launch.rank in team:
+            ranks.team, ranks.team_control = made
     dist.all_reduce(torch.zeros(1, device=device), group=ranks.data)  # NCCL wants all ranks in a group's first operation
     introduce(ranks, roles)
     return ranks
