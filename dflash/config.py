@@ -295,7 +295,6 @@ class RunConfig:
                 self.devices in ("cpu", "cuda"),
                 f"devices is {self.devices!r}: every process of --engine processes has one device of its own, use cpu or cuda",
             )
-            _require(not self.measure.on, "--measure times --engine threads only: leave one of them out")
         if self.target.tensor_parallel > 1:
             self._check_tensor_parallel()
         if self.fully_shard:

@@ -10,6 +10,8 @@ checkpoint it is verified that the weights are still the same. With `--fully-sha
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash import device_time
 from dflash.assembly import Parts, StatesWorker
 from dflash.batch import LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
@@ -101,6 +104,7 @@ class RanksEngine:
         self.num_devices = topology.targets * config.target.tensor_parallel + topology.drafters
         self.devices = [str(ranks.device.type)] * self.num_devices  # each rank has one of its own
         self._times = WorkerTimes(worker=ranks.worker, device=str(ranks.device))
+        self._others: tuple[float, list[WorkerTimes]] = -math.inf, []  # when asked for, of the other ranks
         self._queue: ReceivingQueue | ReadingQueue | None = None
         self._reader = parts.targets[0] if parts.targets else None  # of features; no rank is a target then
 
@@ -174,7 +178,7 @@ class RanksEngine:
             finish_step=finish_step,
         )
         with self._policy.in_worker():
-            worker: DrafterWorker = self._drafter
+            (worker,) = device_time.timed_drafters([self._drafter], self._config.measure)
             worker = _Together(worker, self._ranks) if self._drafter.parameters.together else worker
             worker = worker if self._reader is not None else _Blaming(worker, self._ranks)
             self._ranks.run_drafter(run, worker)
@@ -182,6 +186,14 @@ class RanksEngine:
     def times(self) -> Sequence[WorkerTimes]:
         """See `dflash.exchange.Engine`."""
         return [self._times]
+
+    def all_times(self) -> Sequence[WorkerTimes]:
+        """See `dflash.exchange.Engine`; of other ranks what they said with their last sign of life but one, at worst."""
+        asked, others = self._others
+        if time.monotonic() - asked > self._ranks.watch.beat_seconds:
+            others = [times for times in self._ranks.watch.times() if times.worker != self._ranks.worker]
+            self._others = time.monotonic(), others
+        return [self._times, *others]
 
     def queue_stats(self) -> QueueStats:
         """See `dflash.exchange.Engine`."""

@@ -105,14 +105,14 @@ def _running(
         stack.enter_context(policy.watching())
         if leads:
             stack.enter_context(telemetry.listening(config, first_step=resumed.step if resumed else 0))
-        yield stack.enter_context(measuring.measuring(config, devices, stop))
+        yield stack.enter_context(measuring.measuring(config, devices, stop, leads=leads))
 
 
 def _train(trainer: Trainer, resumed: TrainState | None, measured: measuring.Measuring) -> dict[str, Any] | None:
     """Warm up, freeze, run, and report."""
     config, policy = trainer.config, trainer.policy
     cache = CompileCache(config.compile.cache)
-    measured.times = trainer.engine.times
+    measured.times, measured.num_devices = trainer.engine.all_times, trainer.engine.num_devices
     trainer.start(resumed)
     if trainer.engine.leads:
         (config.output / "config.json").write_text(json.dumps(to_dict(config), indent=1))

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 STEPS, PER_STEP = 9, 3  # of the interrupted run: three and a bit epochs of eight micro-batches
 WITHOUT_ANCHORS = (7, 16)
 SECONDS = 2
+MEASURED = ("--measure", "--measure.segments", "2", "--measure.segment-seconds", "0.5", "--optim.steps", "100000")
 PATIENT = ("--engine-timeout-seconds", "30")  # for what holds the interpreter for long: compiling, cutting
 
 
@@ -124,6 +125,7 @@ def scenarios(base: Path) -> dict[str, dict[str, Any]]:
         "offline": one("offline", offline) | {"ranks": 2},
         "sharded": one("sharded", shard, "--fully-shard", "--resume", *PATIENT),
         "sharded-killed": one("sharded-killed", dying, "--fully-shard", **fault("drafter-1", 9, "kill")),
+        "measured": one("measured", small("measured"), *MEASURED, *PATIENT),
         "teams": one("teams", small("teams"), "--topology", "1t+1d", "--target.tensor-parallel", "2", *PATIENT),
         "stopped": one("stopped", small("stopped"), **fault("target-0", 9, "stop")),
         "asked": one("asked", small("asked"), "--optim.steps", "200", **fault("drafter-1", 9, "term")),

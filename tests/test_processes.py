@@ -49,6 +49,23 @@ def test_the_result_counts_all_ranks(outcomes: dict[str, Outcome]) -> None:
     assert json.loads(printed[0].splitlines()[-1])["tokens"] == result["tokens"]
 
 
+def test_a_measuring_run_is_measured_by_the_leader_with_a_row_for_every_rank(outcomes: dict[str, Outcome]) -> None:
+    measured = outcomes["measured"]
+    assert measured.codes == {}, measured.said()
+    result = json.loads((measured.run / "result.json").read_text())
+    measure = result["measure"]
+    assert (measure["incomplete"], len(measure["segments"]), measure["num_devices"]) == (None, 2, 3)
+    for segment in measure["segments"]:
+        rows = {row["worker"]: row for row in segment["workers"]}
+        assert rows.keys() == {"drafter-0", "drafter-1", "target-0"}
+        assert min(row["items"] for row in rows.values()) > 0
+        assert rows["target-0"]["items"] > rows["drafter-0"]["items"]  # it works for both drafters
+    assert len(json.loads((measured.run / "steps.json").read_text())["tokens"]) >= result["steps"] - 1
+    assert checkpoint.list_complete(measured.run) == []
+    printed = [p.read_text() for p in sorted(measured.logs.glob("*/*/*/stdout.log"))]
+    assert [bool(text) for text in printed] == [True, False, False]
+
+
 def test_a_run_that_is_killed_again_and_again_equals_one_that_never_was(outcomes: dict[str, Outcome], tmp_path: Path) -> None:
     """Begun by threads, killed in a target, in rank 0 while it saves, in a drafter; some micro-batches without anchors."""
     killed = outcomes["killed"]

@@ -39,6 +39,7 @@ from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
 from dflash.stopping import Stop, stop_on_signals
 
+MEASURED_BEAT_SECONDS = 0.2  # a measuring run knows what other ranks did as exactly as this
 GROUP_SECONDS = 7 * 24 * 3600.0  # the watch ends what hangs; torch's own limit must not end what is slow
 
 Made = TypeVar("Made")
@@ -207,13 +208,14 @@ class Ranks:
 
     def run_target(self, queue: Sink, worker: TargetWorker) -> WorkerTimes:
         """Make target states until the drafters want no more."""
-        times = WorkerTimes(worker=self.worker, device=str(self.device))
+        times = self.doing.times = WorkerTimes(worker=self.worker, device=str(self.device))
         with on_device(self.device):
             target_loop(queue, times, worker, self.doing)
         return times
 
     def run_drafter(self, run: DrafterRun, worker: DrafterWorker) -> None:
         """Learn until the last step, or until `finish_step` says so on all drafters."""
+        self.doing.times = run.times
         with on_device(self.device):
             run.queue.start()
             for step in range(run.first_step, run.num_steps):
@@ -263,7 +265,15 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     roles, device, peers = _start(config, launch, agreement)
     doing = Doing()
     seconds = config.engine_timeout_seconds
-    watch = Watch(launch.open_store(), peers, launch.rank, doing, timeout_seconds=seconds, directory=config.output)
+    watch = Watch(
+        launch.open_store(),
+        peers,
+        launch.rank,
+        doing,
+        timeout_seconds=seconds,
+        directory=config.output,
+        most_beat_seconds=MEASURED_BEAT_SECONDS if config.measure.on else 1.0,
+    )
     with stop_on_signals() as stop:
         watch.start()
         try:
