@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -101,6 +102,9 @@ def test_a_stopped_rank_is_noticed_named_shown_and_ended(outcomes: dict[str, Out
     assert stacks.count("== rank ") == 3
     assert "act (ranks.py" in stacks.partition("== rank 2 (target-0)")[2]  # where the stopped process stands
     assert checkpoint.list_complete(stopped.run) == ["step-000000"]
+    recorded = {path.name: pickle.loads(path.read_bytes()) for path in stopped.run.glob("collectives_rank_*")}
+    assert recorded.keys() == {"collectives_rank_0", "collectives_rank_1"}  # a stopped process writes nothing
+    assert any(entry["profiling_name"] == "gloo:all_gather" for entry in recorded["collectives_rank_1"]["entries"])
 
 
 def pid_in(error: str) -> str:

@@ -34,6 +34,7 @@ from dflash.engine.launch import Agreement, Launch, Silent, differences, host
 from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
+from dflash.engine.stacks import record_collectives
 from dflash.engine.transport import ReceivingQueue, introduce
 from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
@@ -263,6 +264,7 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     agreement = Agreement(store, launch)
     agreement.end_if_refused()
     roles, device, peers = _start(config, launch, agreement)
+    record_collectives()
     doing = Doing()
     seconds = config.engine_timeout_seconds
     watch = Watch(
@@ -272,6 +274,7 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
         doing,
         timeout_seconds=seconds,
         directory=config.output,
+        nccl=device.type == "cuda",
         most_beat_seconds=MEASURED_BEAT_SECONDS if config.measure.on else 1.0,
     )
     with stop_on_signals() as stop:

@@ -79,9 +79,10 @@ class Watch:
         timeout_seconds: float,
         directory: Path,
         most_beat_seconds: float = 1.0,
+        nccl: bool = False,
     ) -> None:
         """`directory` gets the stacks; `store` must be a connection of its own, because waiting calls block it."""
-        self._most_beat_seconds = most_beat_seconds
+        self._most_beat_seconds, self._nccl = most_beat_seconds, nccl
         self._store, self._peers, self._me, self._doing = store, peers, peers[rank], doing
         self._timeout_seconds, self._directory = timeout_seconds, directory
         self._stopped, self._main_leaves, self._ended = threading.Event(), threading.Event(), threading.Event()
@@ -276,6 +277,8 @@ class Watch:
 
     def _end_together(self, failure: dict[str, Any]) -> None:
         host = self._me.host
+        with contextlib.suppress(OSError, RuntimeError):
+            stacks.write_collectives(self._directory / f"collectives_rank_{self._me.rank}", nccl=self._nccl)
         path = self._directory / f"stacks-{host}.txt"
         if self._store.add(f"dumps/{host}", 1) == 1:
             local = {f"rank {peer.rank} ({peer.worker})": peer.pid for peer in self._peers if peer.host == host}
@@ -289,8 +292,9 @@ class Watch:
         self._store.wait([f"dumped/{host}"], timedelta(seconds=2 * stacks.DUMP_SECONDS))
         if failure["by"] == self._me.rank:
             sys.stderr.write(
-                f"error: {failure['text']}. Stacks of all ranks: {self._directory}/stacks-HOST.txt. Checkpoints that were "
-                f"saved are whole: torchrun --max-restarts starts again from the last one, and so does --resume\n"
+                f"error: {failure['text']}. Stacks of all ranks: {self._directory}/stacks-HOST.txt, last collectives: "
+                f"{self._directory}/collectives_rank_N. Checkpoints that were saved are whole: "
+                f"torchrun --max-restarts starts again from the last one, and so does --resume\n"
             )
             sys.stderr.flush()
 
