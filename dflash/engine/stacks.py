@@ -3,9 +3,9 @@
 py-spy needs the right to trace processes (root, CAP_SYS_PTRACE, or ptrace_scope 0) and also reads one that is stopped. The
 other way needs the process to run: SIGUSR1 makes it write its stacks to its own stderr.
 
-Beside them lie the last collectives of every rank that could still write, from torch's flight recorder: a pickled dictionary, with
-NCCL what `torchfrtrace` is made for (it does not read Gloo's). A rank that wrote nothing leaves the file of an earlier life of the
-run, if there is one. Not run with NCCL.
+Beside them lie the last collectives of every rank that could still write, from torch's flight recorder: a pickled dictionary;
+`torchfrtrace` is made for those of NCCL and does not read Gloo's. A rank that wrote nothing leaves the file of an earlier life of
+the run, if there is one. Not run with NCCL.
 """
 
 from __future__ import annotations
