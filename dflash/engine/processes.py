@@ -1,4 +1,4 @@
-"""N target and M drafter processes, started by torchrun: the only file that touches process groups.
+"""N target and M drafter processes, started by torchrun: the only file that makes process groups.
 
 Groups: `control` (Gloo, all ranks: grants, headers, Python objects), `data` (all ranks: target states), `drafters` (gradients),
 `team` (a target of several ranks), each used by one kind of traffic so that none waits behind another; all but the first are NCCL
