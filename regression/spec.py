@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dflash import presets
 from dflash.config import ConfigError, Topology
 
 CPU_PRESET = "tiny-cpu"
@@ -23,6 +22,7 @@ _CPU_OVERRIDES = (  # many short steps in a segment
     *("--data.path", "synthetic:64", "--data.sequence-length", "128"),
     *("--data.rows-per-batch", "1", "--data.num-anchors", "16"),
 )
+_CPU_TOPOLOGY = ("--topology", "1t+2d")  # that of the preset; torchrun must know how many processes it starts
 _ENDLESS = 1_000_000_000  # steps: a measuring run ends after its segments
 
 
@@ -49,6 +49,8 @@ class RunSpec:
             )
         if self.engine == "processes" and self.gpus == 1:
             raise ConfigError("--engine processes needs a GPU for each worker: use --gpus 2 or more, or --gpus 0")
+        if self.engine == "processes" and "--topology" not in self.overrides:
+            raise ConfigError("a run by processes names its --topology: add it to the overrides")
 
     @property
     def name(self) -> str:
@@ -95,9 +97,7 @@ class RunSpec:
 
     @property
     def _topology(self) -> str:
-        if "--topology" in self.overrides:
-            return self.overrides[self.overrides.index("--topology") + 1]
-        return presets.preset(self.preset).topology
+        return self.overrides[self.overrides.index("--topology") + 1]
 
 
 def workload(
@@ -118,7 +118,7 @@ def workload(
             gpus=0,
             segments=segments,
             segment_seconds=seconds,
-            overrides=_CPU_OVERRIDES,
+            overrides=_CPU_OVERRIDES if engine == "threads" else (*_CPU_OVERRIDES, *_CPU_TOPOLOGY),
             planted=planted,
             fault=fault,
             engine=engine,
