@@ -34,7 +34,6 @@ from dflash.engine.launch import Agreement, Launch, Silent, differences, host
 from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
-from dflash.engine.stacks import record_collectives
 from dflash.engine.transport import ReceivingQueue, introduce
 from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
@@ -264,7 +263,6 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     agreement = Agreement(store, launch)
     agreement.end_if_refused()
     roles, device, peers = _start(config, launch, agreement)
-    record_collectives()
     doing = Doing()
     seconds = config.engine_timeout_seconds
     watch = Watch(
