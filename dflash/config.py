@@ -95,11 +95,13 @@ class LossConfig:
     gamma: float | None = None  # decay of the position weights; None: 7, 5, 4 for B = 16, 10, 8, else B/2
     dpace_alpha: float = 0.5
     chunk_tokens: int = 2048  # block tokens whose logits exist at one time
+    fp8_head: bool = False  # GPUs: train through the frozen head in fp8 (dflash.modeling.fp8_head)
 
     def __post_init__(self) -> None:
         _require(self.gamma is None or self.gamma > 0, f"loss.gamma is {self.gamma}: use a positive number or None")
         _require(0 < self.dpace_alpha <= 1, f"loss.dpace-alpha is {self.dpace_alpha}: use a number in (0, 1]")
         _require(self.chunk_tokens >= 1, f"loss.chunk-tokens is {self.chunk_tokens}: use at least 1")
+        _require(not (self.fp8_head and self.kind == "kl"), "loss.fp8-head works with ce and dpace, not with kl: leave one out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +374,7 @@ class EvaluateConfig:
     seed: int = 0
     baseline: bool = True  # also decode plainly, for the wall-clock ratio and the lossless check
     budgets: tuple[int, ...] = ()  # nodes of the draft trees (DDTree) that are tried beside the chain of drafts
+    tree_attention: Literal["sdpa", "flex"] = "sdpa"  # by which the target verifies trees; flex is compiled, for GPUs
     batch: int = 1  # prompts that are decoded together
 
     def __post_init__(self) -> None:
@@ -381,6 +384,13 @@ class EvaluateConfig:
         for budget in self.budgets:
             check_budget(budget)
         _require(len(set(self.budgets)) == len(self.budgets), f"budgets are {list(self.budgets)}: name each one once")
+        if self.tree_attention == "flex":
+            _require(bool(self.budgets), "tree-attention is flex, but no tree is decoded: name --budgets")
+            _require(
+                self.device.startswith("cuda"),
+                f"tree-attention is flex, which is compiled for GPUs only, and device is {self.device}: "
+                f"use --tree-attention sdpa or --device cuda",
+            )
 
 
 def to_dict(config: Any) -> dict[str, Any]:
