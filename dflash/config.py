@@ -374,6 +374,7 @@ class EvaluateConfig:
     seed: int = 0
     baseline: bool = True  # also decode plainly, for the wall-clock ratio and the lossless check
     budgets: tuple[int, ...] = ()  # nodes of the draft trees (DDTree) that are tried beside the chain of drafts
+    tree_attention: Literal["sdpa", "flex"] = "sdpa"  # by which the target verifies trees; flex is compiled, for GPUs
     batch: int = 1  # prompts that are decoded together
 
     def __post_init__(self) -> None:
@@ -383,6 +384,13 @@ class EvaluateConfig:
         for budget in self.budgets:
             check_budget(budget)
         _require(len(set(self.budgets)) == len(self.budgets), f"budgets are {list(self.budgets)}: name each one once")
+        if self.tree_attention == "flex":
+            _require(bool(self.budgets), "tree-attention is flex, but no tree is decoded: name --budgets")
+            _require(
+                self.device.startswith("cuda"),
+                f"tree-attention is flex, which is compiled for GPUs only, and device is {self.device}: "
+                f"use --tree-attention sdpa or --device cuda",
+            )
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -70,6 +70,21 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return tokens
 
 
+def random_rule(requests: int, columns: int, nodes: int, seed: int) -> tuple[Tensor, int, Tensor, Tensor]:
+    """Lengths, columns, positions and ancestors of some random trees, as `visibility.visible` takes them."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, columns + 1, requests)
+    lengths[rng.integers(requests)] = columns
+    depths, ancestors = np.zeros((requests, nodes), np.int64), np.tile(np.eye(nodes, dtype=np.bool_), (requests, 1, 1))
+    for row in range(requests):
+        for node in range(1, nodes):
+            parent = int(rng.integers(max(0, node - 9), node))
+            depths[row, node] = depths[row, parent] + 1
+            ancestors[row, node] |= ancestors[row, parent]
+    arrays = lengths, lengths[:, None] + depths, ancestors
+    return torch.from_numpy(arrays[0]), columns, torch.from_numpy(arrays[1]), torch.from_numpy(arrays[2])
+
+
 @contextmanager
 def knowing(
     prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], *, errors: float, seed: int
@@ -82,7 +97,8 @@ def knowing(
     rng = np.random.default_rng(seed)
 
     def logits(session: DraftSession, bonuses: Sequence[int]) -> Tensor:
-        made = torch.from_numpy(rng.normal(size=(len(bonuses), session.block_size - 1, VOCABULARY))).float()
+        vocabulary = session._drafter.shape.vocab_size
+        made = torch.from_numpy(rng.normal(size=(len(bonuses), session.block_size - 1, vocabulary))).float()
         for row, (number, length, bonus) in enumerate(zip(session.rows, session.lengths, bonuses, strict=True)):
             index = length - len(prompts[number])
             assert continuations[number][index] == bonus, "the context holds every committed token but the last"

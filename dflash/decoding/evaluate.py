@@ -156,6 +156,7 @@ def _describe(config: EvaluateConfig, loaded: Loaded) -> dict[str, Any]:
         "seed": config.seed,
         "max_new_tokens": config.max_new_tokens,
         "batch": config.batch,
+        "tree_attention": config.tree_attention,
         "eos_token_ids": list(loaded.meta.eos_token_ids),
         "block_size": loaded.drafter.shape.block_size,
         "prompts_skipped": [{"sample_id": sample_id, "reason": reason} for sample_id, reason in loaded.skipped],
@@ -190,8 +191,11 @@ def _decode_batch(loaded: Loaded, config: EvaluateConfig, way: Way, first: int) 
         seed=config.seed,
     )
     budget = way if isinstance(way, int) else None
-    drafting = None if way == "plain" else Drafting(drafter=loaded.drafter, ends=loaded.ends, budget=budget)
-    return decode(loaded.model, prompts, wanted, drafting=drafting, requests=range(first, first + len(prompts)))
+    drafting = Drafting(
+        drafter=loaded.drafter, ends=loaded.ends, budget=budget, tree_attention=config.tree_attention if budget else "sdpa"
+    )
+    requests = range(first, first + len(prompts))
+    return decode(loaded.model, prompts, wanted, drafting=None if way == "plain" else drafting, requests=requests)
 
 
 def _results(loaded: Loaded, done: dict[Way, list[Generation]], way: Way) -> list[Result]:

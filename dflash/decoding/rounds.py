@@ -25,7 +25,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from torch import Tensor
 from dflash.config import ConfigError, check_budget
 from dflash.decoding.acceptance import RoundStats
 from dflash.decoding.draft_session import DraftSession
+from dflash.decoding.flex_trees import check_flex
 from dflash.decoding.sampling import TokenChooser
 from dflash.decoding.target_session import TargetSession
 from dflash.decoding.tree import DraftTree, build_tree
@@ -81,6 +82,7 @@ class Drafting:
     drafter: Drafter
     ends: FrozenEnds
     budget: int | None = None  # nodes of the tree; None: a chain
+    tree_attention: Literal["sdpa", "flex"] = "sdpa"  # of the target when it verifies trees; flex is compiled on GPUs only
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -122,11 +124,14 @@ def decode(
         raise ConfigError(f"the drafter was made for {problem}: decode with the target it was trained for")
     if len(ids) > 1 or (drafting and drafting.budget is not None):
         layer_windows(target_model)  # refuses a target that takes no mask, before it runs
+    tree_attention = drafting.tree_attention if drafting else "sdpa"
+    if tree_attention == "flex":
+        check_flex(target_model)
     layer_ids = drafting.drafter.shape.target_layer_ids if drafting else ()
     numbers = list(range(len(ids)) if requests is None else requests)
     count = wanted.max_new_tokens + (drafting.drafter.shape.block_size if drafting else 1)  # the last block looks past the limit
     chooser = TokenChooser(temperature=wanted.temperature, seed=wanted.seed, requests=numbers, count=count, device=ids[0].device)
-    with TargetSession(target_model, layer_ids) as target, decoding_kernels(), torch.inference_mode():
+    with TargetSession(target_model, layer_ids, tree_attention) as target, decoding_kernels(), torch.inference_mode():
         return _Rounds(target, drafting, chooser, ids, wanted).run()
 
 

@@ -6,7 +6,8 @@ seen, and a cache that drops old tokens could not be rolled back. Layers that fo
 
 All requests share one padded cache, a row each. A forward appends a tree of nodes to every row behind the longest one;
 `keep` moves the accepted nodes of a row to the end of its own tokens and cuts the rest off. Who sees whom is `visibility`'s
-rule. One request with a chain has neither padding nor branches: there the target makes its own causal mask.
+rule; trees can be verified by flex_attention (`flex_trees`). One request with a chain has neither padding nor branches: there
+the target makes its own causal mask.
 
 Legend: N requests, P tokens of the longest prompt, Q tokens of a forward, K features, H hidden size, V vocabulary.
 """
@@ -15,15 +16,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
 from dflash.config import ConfigError
+from dflash.decoding.flex_trees import attending, block_mask
 from dflash.decoding.visibility import additive, layer_windows, visible
 from dflash.modeling.target import text_config, text_decoder
 
@@ -47,13 +51,16 @@ def check_croppable(model: Any) -> None:
 class TargetSession:
     """The target of some requests; a context manager, because the hooks in its layers come off at its end."""
 
-    def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
+    def __init__(self, model: Any, layer_ids: Sequence[int], tree_attention: Literal["sdpa", "flex"] = "sdpa") -> None:
         check_croppable(model)
         self._model = model
+        self._tree_attention = tree_attention  # by which trees are verified; nothing else is
         self._layer_ids = tuple(layer_ids)  # 0-based, ascending; empty: no features are collected
         self._handles: list[RemovableHandle] = []
         self._outputs: dict[int, Tensor] = {}  # layer id -> output of the last forward [N, Q, H]
-        self._window_masks: dict[int, Tensor] = {}  # layer id -> mask of the forward in progress, layers with a window only
+        self._window_masks: dict[
+            int, Tensor | BlockMask
+        ] = {}  # layer id -> mask of the forward in progress, layers with a window only
         self._windows: list[int | None] | None = None  # of each layer, once a mask was needed
         self._cache = DynamicCache()
         parameters = inspect.signature(model.forward).parameters
@@ -101,6 +108,7 @@ class TargetSession:
         alone = len(self.lengths) == 1
         if ancestors is None and alone:
             return self._run(ids, position_ids=positions)
+        by_flex = ancestors is not None and self._tree_attention == "flex"
         if ancestors is None:
             ancestors = (
                 torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril().expand(len(ids), -1, -1)
@@ -108,13 +116,15 @@ class TargetSession:
         if self._windows is None:
             self._windows = self._hook_windows()
         lengths = torch.tensor(self.lengths, device=ids.device)
+        rule = (lengths, self._columns, positions, ancestors)
         masks = {
-            window: additive(visible(lengths, self._columns, positions, ancestors, window), self._model.dtype)
+            window: block_mask(*rule, window) if by_flex else additive(visible(*rule, window), self._model.dtype)
             for window in {None, *self._windows}
         }
         self._window_masks = {layer: masks[window] for layer, window in enumerate(self._windows) if window is not None}
         try:
-            return self._run(ids, position_ids=positions, attention_mask=masks[None])
+            with attending(self._model) if by_flex else nullcontext():
+                return self._run(ids, position_ids=positions, attention_mask=masks[None])
         finally:
             self._window_masks = {}
 

@@ -5,8 +5,8 @@ length of the longest row is garbage; then come the nodes that are verified. A n
 and itself. In a layer with a sliding window it sees those of them that are less than a window away, by position: siblings
 share a position.
 
-The mask is additive, as transformers' own for eager attention and SDPA; FlashAttention and flex_attention take none of
-this shape, and targets that run them are refused. A mask for flex would have to be compiled into the target, which is not ours.
+The mask is additive, as transformers' own for eager attention and SDPA; FlashAttention takes none of this shape, and targets
+that run it are refused. The same rule for flex_attention is in `flex_trees`.
 
 Legend: N requests, C columns of the cache, Q nodes of a tree (root included), T = C + Q keys.
 """
