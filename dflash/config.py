@@ -95,11 +95,13 @@ class LossConfig:
     gamma: float | None = None  # decay of the position weights; None: 7, 5, 4 for B = 16, 10, 8, else B/2
     dpace_alpha: float = 0.5
     chunk_tokens: int = 2048  # block tokens whose logits exist at one time
+    fp8_head: bool = False  # GPUs: train through the frozen head in fp8 (dflash.modeling.fp8_head)
 
     def __post_init__(self) -> None:
         _require(self.gamma is None or self.gamma > 0, f"loss.gamma is {self.gamma}: use a positive number or None")
         _require(0 < self.dpace_alpha <= 1, f"loss.dpace-alpha is {self.dpace_alpha}: use a number in (0, 1]")
         _require(self.chunk_tokens >= 1, f"loss.chunk-tokens is {self.chunk_tokens}: use at least 1")
+        _require(not (self.fp8_head and self.kind == "kl"), "loss.fp8-head works with ce and dpace, not with kl: leave one out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from dflash.modeling.shape import DrafterShape
 from dflash.modeling.work import drafter_step_tflop, target_forward_tflop
 
 GIB = 2**30
-_BF16, _FP32 = 2, 4
+_FP8, _BF16, _FP32 = 1, 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,9 +237,14 @@ def _of_drafter(config: RunConfig, sizes: Sizes, *, leads: bool) -> dict[str, in
         "drafter: fp32 weights and gradients": 2 * _FP32 * parameters,
         "drafter: moments": 2 * _FP32 * parameters if leads else 0,
         "drafter: bf16 weights": _BF16 * parameters,  # copies that stay, or casts that last from forward to backward
-        "drafter: frozen ends": _BF16 * shape.vocab_size * shape.hidden_size * (1 if sizes.tied else 2),
+        "drafter: frozen ends": shape.vocab_size * shape.hidden_size * _bytes_of_ends(config, sizes),
         "drafter: a step": _step_bytes(config, sizes),
     }
+
+
+def _bytes_of_ends(config: RunConfig, sizes: Sizes) -> int:
+    """Of each number of a table: embedding and head, which may be one, and the head in fp8 for each product."""
+    return _BF16 * (1 if sizes.tied else 2) + (2 * _FP8 if config.loss.fp8_head else 0)
 
 
 def _step_bytes(config: RunConfig, sizes: Sizes) -> int:
@@ -254,7 +259,8 @@ def _step_bytes(config: RunConfig, sizes: Sizes) -> int:
     activations: int = _BF16 * shape.num_layers * (block * of_block + context * 4 * keys)
     drafts = data.rows_per_batch * data.num_anchors * (shape.block_size - 1)
     part = chunks(drafts, config.loss.chunk_tokens)[0]
-    of_logit = 2 * _BF16 if config.compile.loss else _BF16 + 2 * _FP32  # logits and gradient; or logits and two fp32 copies
+    # Logits and gradient; or logits and two fp32 copies.
+    of_logit = _BF16 + (_FP8 if config.loss.fp8_head else _BF16) if config.compile.loss else _BF16 + 2 * _FP32
     logits: int = (part.stop - part.start) * shape.vocab_size * of_logit * (2 if config.loss.kind == "kl" else 1)
     rows = 3 * _BF16 * drafts * shape.hidden_size  # the head's input, its gradient, and the drafter's output
     gradients = (_BF16 if config.optim.bf16_copies else _FP32) * sizes.drafter_parameters

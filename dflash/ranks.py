@@ -29,7 +29,7 @@ from dflash.engine.transport import ReceivingQueue, SendingQueue, StatesShape, c
 from dflash.engine.waits import Waits
 from dflash.exchange import ProcessReport, report
 from dflash.modeling.tree_estimate import DraftCounts
-from dflash.worker import Contribution, DrafterModelWorker, NonFiniteError
+from dflash.worker import Contribution, DrafterModelWorker, NonFiniteError, synchronize
 
 _SUMS = tuple(field.name for field in dataclasses.fields(LossSums))
 
@@ -105,6 +105,7 @@ class RanksEngine:
         """See `dflash.exchange.Engine`."""
         self._ranks.from_leader(self._drafter.flat.weights)
         self._drafter.flat.refresh()
+        synchronize(self._ranks.device)  # the stream that the drafter works on does not wait for this one
 
     def collect(self, step: int) -> list[Contribution]:
         """See `dflash.exchange.Engine`. Every drafter takes part, also one without a micro-batch or a valid anchor."""

@@ -23,7 +23,8 @@ from dflash.flat import FlatParameters
 from dflash.modeling.attention import build_mask
 from dflash.modeling.draft_collector import DraftCollector
 from dflash.modeling.drafter import Drafter, DrafterShape, block_inputs
-from dflash.modeling.head_scores import Score, score
+from dflash.modeling.fp8_head import Fp8Head, check_device
+from dflash.modeling.head_scores import Score, score, score_for_fp8
 from dflash.modeling.loss import draft_loss
 from dflash.modeling.masks import BlockLayout
 from dflash.modeling.target import FrozenEnds, TargetRunner, supports_packing
@@ -107,7 +108,11 @@ class DrafterModelWorker:
             start(self.drafter)
         self.flat = FlatParameters(self.drafter, _copies(config, device))
         self._forward: Callable[..., Tensor] = policy.compiled(self.drafter)
-        self._score: Score = policy.compiled(score) if config.compile.loss else score
+        if config.loss.fp8_head:
+            check_device(device)
+        self._fp8_head = Fp8Head(ends.head_weight) if config.loss.fp8_head else None
+        scores: Score = score_for_fp8 if config.loss.fp8_head else score
+        self._score: Score = policy.compiled(scores) if config.compile.loss else scores
         self._contributions: list[Contribution] = []
 
     def accumulate(self, states: TargetStates) -> None:
@@ -191,6 +196,7 @@ class DrafterModelWorker:
             final_hidden=states.final_hidden,
             collector=collector,
             score=self._score,
+            fp8_head=self._fp8_head,
         )
 
     def _autocast(self) -> AbstractContextManager[Any]:

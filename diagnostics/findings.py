@@ -35,7 +35,7 @@ def conclude(observations: Iterable[Observation]) -> tuple[Finding, ...]:
             # FX raises the same for a module that one thread alone cannot trace.
             if found is not None and (met or found.id not in _ALSO_ALONE):
                 _merge(merged, found)
-    for found in _shared_compiles(observations):
+    for found in (*_shared_compiles(observations), *_deadlocks(observations)):
         _merge(merged, found)
     errors = [finding for finding in merged.values() if finding.severity == "error"]
     kept = [finding for finding in merged.values() if not _explained(finding, errors)]
@@ -184,10 +184,22 @@ def _stance(seen: Observation) -> Finding:
     return _finding("stance", "hazard", f"{seen.name}, by {seen.threads[0]}", seen)
 
 
-def _deadlock(seen: Observation) -> Finding:
-    holder, waiter = seen.threads
-    detail = f"{waiter} waits for the compile lock, {holder} holds it and waits inside autograd"
-    return dataclasses.replace(_finding("F8", "error", detail, seen), others=_other(holder, seen.fields["where_first"]))
+def _deadlocks(observations: tuple[Observation, ...]) -> list[Finding]:
+    """Waits that did not end: what went on was no deadlock."""
+    waits: dict[str, list[Observation]] = {"waits": [], "went on": []}
+    for seen in observations:
+        if seen.kind == "deadlock":
+            waits[seen.fields["role"]].append(seen)
+    ended = {(seen.threads, seen.where, *seen.fields["where_first"]): seen.count for seen in waits["went on"]}
+    found = []
+    for seen in waits["waits"]:
+        count = seen.count - ended.get((seen.threads, seen.where, *seen.fields["where_first"]), 0)
+        if count > 0:
+            holder, waiter = seen.threads
+            detail = f"{waiter} waits for the compile lock, {holder} holds it and waits inside autograd"
+            finding = _finding("F8", "error", detail, dataclasses.replace(seen, count=count))
+            found.append(dataclasses.replace(finding, others=_other(holder, seen.fields["where_first"])))
+    return found
 
 
 def _undone(seen: Observation) -> Finding:
@@ -231,6 +243,5 @@ _RULES: dict[str, Callable[[Observation], Finding | None]] = {
     "foreign_compiling": _foreign_compiling,
     "stance": _stance,
     "compile": _needless,
-    "deadlock": _deadlock,
     "undone": _undone,
 }

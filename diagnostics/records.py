@@ -25,7 +25,7 @@ Kind = Literal[
     "graph",  # AOTAutograd compiling one graph, a lazy backward included; threads = (who compiled,)
     "lock",  # Dynamo's compile lock; threads = (who waited for it,) or (who held it,)
     "setting",  # a setting that one thread made and another, which compiles, does not see; threads = (who set, who compiled)
-    "deadlock",  # two threads that will wait for each other for ever; threads = (who holds the compile lock, who waits)
+    "deadlock",  # threads = (who holds the compile lock inside autograd, who waits); it is one unless the second "went on"
     "stance",  # the program told compiled functions to run uncompiled; threads = (who,)
     "undone",  # a compile put back what was changed meanwhile; threads = (who changed it, who compiled)
     "leak",  # state left behind at a quiet moment; threads = the last traces that overlapped
@@ -99,7 +99,10 @@ class Log:
     """Observations from any thread; equal ones are merged."""
 
     def __init__(self, *, max_places: int = _MAX_PLACES, sink: Sink | None = None) -> None:
-        """`sink` hears of a new place at once, and of its count at every power of two: what a crash leaves behind."""
+        """`sink` hears of a new place at once, and of its count at every power of two: what a crash leaves behind.
+
+        Of waits that may be deadlocks it hears each: whether the last one ended is what counts.
+        """
         self._max_places, self._sink = max_places, sink
         self.restart()
 
@@ -126,7 +129,7 @@ class Log:
                 return
             self._entries[key] = observation
             number = self._numbers.setdefault(key, len(self._numbers))
-            if self._sink is not None and observation.count & (observation.count - 1) == 0:
+            if self._sink is not None and (observation.kind == "deadlock" or observation.count & (observation.count - 1) == 0):
                 self._sink(number, observation)
 
     def not_observed(self, sentence: str) -> None:

@@ -18,10 +18,14 @@ from torch import Tensor
 
 from dflash.batch import PackedBatch
 from dflash.modeling.attention import attend, build_mask
-from dflash.modeling.head_scores import score
+from dflash.modeling.fp8_head import Fp8Head
+from dflash.modeling.head_scores import score, score_for_fp8
 from dflash.modeling.masks import BlockLayout
 
-pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # exact fp32 is what is compared
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # exact fp32 is what is compared
+    pytest.mark.filterwarnings("ignore:(?s).*Online softmax is disabled:UserWarning"),  # few rows: their reduction is split
+]
 
 CUDA = torch.device("cuda")
 HEADS, GROUPS, SIZE, BLOCK = 8, 2, 128, 16
@@ -95,3 +99,20 @@ def test_compiled_scores_of_a_real_vocabulary_equal_fp64(teacher: bool) -> None:
         torch.testing.assert_close(found.loss.double(), expected.detach(), rtol=1e-5, atol=1e-4)
         assert found.correct[0]
         assert deviation(gradient, by_logits) < 4e-3
+
+
+def test_the_head_in_fp8_deviates_by_rounding_only_at_a_real_size() -> None:
+    """4 % of what logits spread over; the gradient by its own rounding and that of the head, however flat or peaked a row is."""
+    compiled = torch.compile(score_for_fp8, fullgraph=True, dynamic=False)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    weight = (0.02 * torch.randn(151_936, 4096, device=CUDA, generator=generator)).bfloat16()
+    hidden = torch.randn(256, 4096, device=CUDA, generator=generator).bfloat16()
+    labels = torch.randint(0, 151_936, (256, 1), device=CUDA, generator=generator)
+    head, exact = Fp8Head(weight), hidden.double() @ weight.double().t()
+    assert deviation(head.logits(hidden), exact) < 0.05
+    for sharpness in (0.1, 1.0, 10.0):
+        logits = (sharpness * exact).bfloat16()
+        found = compiled(logits, labels, None, None, True)
+        by_logits = logits.double().softmax(-1).scatter(1, labels, 0.0)
+        gradient = head.by_hidden(found.by_logits, found.row_scale)
+        assert deviation(gradient, by_logits @ weight.double()) < 0.06, sharpness

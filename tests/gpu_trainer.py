@@ -56,6 +56,7 @@ def test_two_compiled_drafters_in_bf16_start_equal_and_stay_close(tmp_path: Path
     assert all((r["recompiles_after_warmup"], r["fallbacks"], r["fx_errors"]) == (0, 0, 0) for r in results)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # the target is fp32
 @pytest.mark.parametrize(
     "lever", [{"compile": {"loss": True}}, {"compile": {"target": True}}, {"optim": {"bf16_copies": True}}], ids=str
 )

@@ -18,7 +18,7 @@ from dflash.batch import PackedBatch, Position, TargetStates
 from dflash.config import Topology
 from dflash.engine.queue import WorkerFailed
 from dflash.engine.roles import Roles
-from dflash.engine.transport import ReceivingQueue, SendingQueue, StatesShape, TransportError, checksum
+from dflash.engine.transport import ReceivingQueue, SendingQueue, StatesShape, TransportError, checksum, introduce, receive_states
 
 SHAPE = StatesShape(features=(1, 4, 6), final_hidden=(1, 4, 2), dtype=torch.float32)
 
@@ -30,6 +30,7 @@ class Network:
         self.channels: dict[Any, queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
         self.change: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self.most_waiting = 0
+        self.meeting, self.met, self.barriers = threading.Lock(), set[tuple[int, int, int]](), dict[Any, threading.Barrier]()
 
 
 class Rank:
@@ -81,6 +82,26 @@ def states(number: int) -> TargetStates:
     return TargetStates(
         batch=batch(number), features=torch.full(SHAPE.features, float(number)), final_hidden=torch.ones(1, 4, 2) * -number
     )
+
+
+class ConnectingRank(Rank):
+    """Its first transfer with a peer begins when the peer's does, as NCCL's does."""
+
+    def send_tensors(self, tensors: list[Tensor], to: int) -> Callable[[], None]:
+        self.meet(self.rank, to)
+        return super().send_tensors(tensors, to)
+
+    def receive_tensors(self, tensors: list[Tensor], source: int) -> Callable[[], None]:
+        self.meet(source, self.rank)
+        return super().receive_tensors(tensors, source)
+
+    def meet(self, source: int, to: int) -> None:
+        with self.network.meeting:
+            known = (source, to, self.rank) in self.network.met
+            self.network.met.add((source, to, self.rank))
+            barrier = self.network.barriers.setdefault((source, to), threading.Barrier(2, timeout=5))
+        if not known:
+            barrier.wait()
 
 
 class Ranks:
@@ -138,6 +159,52 @@ def take(ranks: Ranks, before: int) -> list[list[int]]:
 
     with ThreadPoolExecutor(len(ranks.queues)) as drafters:
         return list(drafters.map(one, ranks.queues))
+
+
+def test_ranks_that_connect_at_their_first_transfer_do_not_wait_for_each_other() -> None:
+    """A drafter's receive comes before its grant, which the target waits for."""
+    network, roles = Network(), Roles.assign(Topology(3, 2), (0,) * 5)
+
+    def live(rank: int) -> list[int]:
+        wire = ConnectingRank(network, rank)
+        introduce(wire, roles)
+        if rank in roles.targets:
+            sending = SendingQueue(wire, roles, SHAPE, first=0, end=12, checksums=False)
+            made = []
+            while (number := sending.claim()) is not None:
+                made.append(number)
+                sending.put(number, states(number))
+            return made
+        numbers = roles.numbers_of_drafter(rank, 0, 12)
+        receiving = ReceivingQueue(wire, roles, SHAPE, batch, numbers=numbers, slots=2, checksums=False)
+        receiving.start()
+        taken = []
+        while (item := receiving.get(before=12)) is not None:
+            taken.append(item.batch.index)
+        receiving.close()
+        return taken
+
+    with ThreadPoolExecutor(5) as ranks:
+        done = list(ranks.map(live, range(5)))
+    assert sorted(number for numbers in done for number in numbers) == sorted([*range(12), *range(12)])
+
+
+def test_the_batch_is_moved_before_the_tensors_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for the tensors completes what the receiving thread has copied to the device; another thread then reads it."""
+    order: list[str] = []
+    original = PackedBatch.to
+    monkeypatch.setattr(PackedBatch, "to", lambda self, device: order.append("batch") or original(self, device))
+
+    class Told(Rank):
+        def receive_tensors(self, tensors: list[Tensor], source: int) -> Callable[[], None]:
+            wait = super().receive_tensors(tensors, source)
+            return lambda: order.append("tensors") or wait()
+
+    network = Network()
+    roles = Roles.assign(Topology(1, 1), (0, 0))
+    SendingQueue(Rank(network, 1), roles, SHAPE, first=0, end=1, checksums=False).put(0, states(0))
+    receive_states(Told(network, 0), lambda: batch(0), 1, SHAPE, checksums=False)()
+    assert order == ["batch", "tensors"]
 
 
 @pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (1, 3), (3, 2), (2, 4)])

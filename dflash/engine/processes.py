@@ -34,7 +34,7 @@ from dflash.engine.launch import Agreement, Launch, Silent, differences, host
 from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
-from dflash.engine.transport import ReceivingQueue, SendingQueue
+from dflash.engine.transport import ReceivingQueue, SendingQueue, introduce
 from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
 from dflash.stopping import Stop, stop_on_signals
@@ -312,6 +312,7 @@ def _connect(
         drafters_control=dist.new_group(drafters, backend="gloo", timeout=limit),
     )
     dist.all_reduce(torch.zeros(1, device=device), group=ranks.data)  # NCCL wants all ranks in a group's first operation
+    introduce(ranks, roles)
     return ranks
 
 

@@ -68,6 +68,14 @@ class Roles:
         sizes = {len(targets) for _, targets, _ in self._groups.values()}
         return len(self.drafters) * math.lcm(*sizes)
 
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Target and drafter of all that send states to one another: those of a group, and the warm-up's target with all."""
+        if not self.targets:
+            return []
+        pairs = {(self.target_of(number), self.drafter_of(number)) for number in range(self.period)}
+        return sorted(pairs | {(self.targets[0], drafter) for drafter in self.drafters})
+
     def numbers_of_drafter(self, rank: int, first: int, end: int) -> range:
         """Its micro-batches among `first` to `end - 1`."""
         count = len(self.drafters)

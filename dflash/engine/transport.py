@@ -85,6 +85,20 @@ class Wire(Protocol):
         """Begin to receive into tensors; the result waits until they are complete on the device."""
 
 
+def introduce(wire: Wire, roles: Roles) -> None:
+    """Let every target send each of its drafters a number, in one order for all ranks. All ranks call it, before all else.
+
+    NCCL connects two ranks at their first transfer, and both wait in it for each other. A drafter posts a receive before it sends
+    the grant for it, and the target sends nothing before it has the grant: their first transfer would never end.
+    """
+    number = torch.zeros(1, device=wire.device)
+    for target, drafter in roles.pairs:
+        if wire.rank == target:
+            wire.send_tensors([number], drafter)()
+        elif wire.rank == drafter:
+            wire.receive_tensors([number], target)()
+
+
 def send_states(wire: Wire, states: TargetStates, to: int, shape: StatesShape, *, checksums: bool) -> Callable[[], None]:
     """Begin to send states to a rank; the result waits for the end."""
     tensors = _tensors(states)
@@ -115,6 +129,7 @@ def receive_states(
 
     def wait() -> TargetStates:
         batch = pack()
+        moved = batch.to(wire.device)  # complete with the payload: the drafter's own stream does not wait for this thread's
         found = header()
         payload()
         expected = _header(batch, tensors, checksums=checksums)
@@ -126,7 +141,7 @@ def receive_states(
         if wrong:
             raise TransportError(f"rank {source} sent a micro-batch with {'; '.join(wrong)}: do all ranks read the same data?")
         final_hidden = None if shape.final_hidden is None else tensors[1]
-        return TargetStates(batch=batch.to(wire.device), features=tensors[0], final_hidden=final_hidden)
+        return TargetStates(batch=moved, features=tensors[0], final_hidden=final_hidden)
 
     return wait
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash.modeling.fp8_head import FP8, LARGEST
+
 
 class Scores(NamedTuple):
     """Of C rows; fp32 unless said otherwise."""
@@ -25,7 +27,8 @@ class Scores(NamedTuple):
     by_logits: (
         Tensor | None
     )  # [C, V] in the logits' dtype: gradient of the loss by the logits, but that of the label is not one less
-    by_label: Tensor  # [C, 1]: the gradient at the label, for `with_label`
+    by_label: Tensor  # [C, 1]: the gradient at the label
+    row_scale: Tensor | None = None  # [C, 1]: what fp8 `by_logits` count; they are zero at the label
 
 
 Score = Callable[[Tensor, Tensor, Tensor | None, "float | None", bool], Scores]
@@ -53,6 +56,21 @@ def score(logits: Tensor, labels: Tensor, teacher: Tensor | None, softcap: float
         by_label = by_label * (1.0 - (at_label / softcap).square())
     by_logits = _gradient(log_q, log_p, slope).to(logits.dtype) if wants_gradient else None
     return Scores(loss.squeeze(-1), log_likelihood.squeeze(-1), correct.squeeze(-1), by_logits, by_label)
+
+
+def score_for_fp8(logits: Tensor, labels: Tensor, _teacher: Tensor | None, softcap: float | None, wants_gradient: bool) -> Scores:
+    """As `score` without a teacher, with a gradient in fp8 for `fp8_head`."""
+    exact = score(logits, labels, None, softcap, False)
+    if not wants_gradient:
+        return exact
+    wide = capped(logits, softcap)
+    peak = wide.amax(-1, keepdim=True)
+    slope = 1.0 if softcap is None else 1.0 - (wide / softcap).square()
+    relative = (wide - peak).exp() * slope
+    others = torch.arange(logits.shape[-1], device=logits.device) != labels
+    likelihood = exact.log_likelihood.unsqueeze(-1)
+    row_scale = (peak - wide.gather(1, labels) + likelihood).exp() / LARGEST  # the likeliest token's probability
+    return exact._replace(by_logits=(relative * others * LARGEST).to(FP8), row_scale=row_scale)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

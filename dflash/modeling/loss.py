@@ -26,6 +26,7 @@ from dflash.batch import LossSums, PackedBatch
 from dflash.config import ConfigError, LossConfig
 from dflash.modeling.draft_collector import DraftCollector
 from dflash.modeling.ends import FrozenEnds
+from dflash.modeling.fp8_head import Fp8Head
 from dflash.modeling.head_scores import Score, score
 
 _PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
@@ -68,12 +69,14 @@ def draft_loss(
     final_hidden: Tensor | None = None,
     collector: DraftCollector | None = None,
     score: Score = score,
+    fp8_head: Fp8Head | None = None,
 ) -> LossSums:
     """Loss sums of a micro-batch; `loss` carries the gradient by `hidden`.
 
     hidden [R, N*B, H] from the drafter; ends, batch and final_hidden (the target's head input [R, S, H], for kl only) on
     the same device. At most `config.chunk_tokens` rows of logits exist at one time (for kl, and as many of the target's).
-    `collector` sees the logits, too; `score` stands in for that of `head_scores`, compiled.
+    `collector` sees the logits, too; `score` stands in for that of `head_scores`, compiled. With `fp8_head`, which needs
+    `score_for_fp8`, what is trained on (not what is only looked at) goes through the head in fp8.
     Raises ConfigError for kl without final_hidden.
     """
     if config.kind == "kl" and final_hidden is None:
@@ -83,7 +86,10 @@ def draft_loss(
     rows = hidden.reshape(*grid[:2], block_size, -1)[:, :, 1:].flatten(0, 2)
     teacher = _teacher_index(batch, block_size) if config.kind == "kl" else None
     wants_gradient = torch.is_grad_enabled() and rows.requires_grad
-    task = _HeadTask(ends, labels.flatten(), final_hidden, teacher, config.chunk_tokens, wants_gradient, collector, score)
+    fp8_head = fp8_head if wants_gradient else None
+    task = _HeadTask(
+        ends, labels.flatten(), final_hidden, teacher, config.chunk_tokens, wants_gradient, collector, score, fp8_head
+    )
     if collector is not None:
         collector.begin(labels)
     loss, log_likelihood, correct = _HeadLoss.apply(rows, task)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -137,6 +143,7 @@ class _HeadTask:
     wants_gradient: bool
     collector: DraftCollector | None
     score: Score
+    fp8_head: Fp8Head | None
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -183,7 +190,7 @@ def _head_chunk(
 ) -> None:
     """Fill the slice `part` of the outputs. Holds the only logits of this module; the collector has seen rows before `seen`."""
     labels, ends = task.labels[part].unsqueeze(-1), task.ends
-    logits = ends.raw_logits(rows[part])
+    logits = ends.raw_logits(rows[part]) if task.fp8_head is None else task.fp8_head.logits(rows[part])
     if task.collector is not None:
         task.collector.look(seen, logits[seen - part.start :], ends.softcap)
     teacher = None
@@ -195,6 +202,11 @@ def _head_chunk(
     if gradient is None:
         return
     assert scores.by_logits is not None
+    if task.fp8_head is not None:
+        assert scores.row_scale is not None
+        at_label = scores.by_label * ends.head_weight[labels.squeeze(-1)]
+        gradient[part] = task.fp8_head.by_hidden(scores.by_logits, scores.row_scale) + at_label
+        return
     if teacher is None:
         scores.by_logits.scatter_(1, labels, scores.by_label.to(scores.by_logits.dtype))
     with torch.autocast(rows.device.type, enabled=False):

@@ -3,6 +3,7 @@
 A compile holds the lock and may call `autograd.grad` while it traces; that call waits for autograd's device thread. If the
 device thread is just then running another backward whose graph compiles lazily, it waits for the lock: neither goes on (F8).
 The moment is known here: a thread that Python did not start begins to wait for the lock while its holder is inside autograd.
+A wait that ends was no deadlock (the holder's backward ran in its own thread, or on another device), and is written down as such.
 """
 
 from __future__ import annotations
@@ -53,10 +54,13 @@ class ThreadsProbe(Probe):
 
     def _acquire(self) -> patch.Finish:
         holder, me, started = self._holder, threading.get_ident(), time.perf_counter()
-        if holder is not None and holder.ident != me and _is_native(me) and _is_inside_autograd(holder.ident):
-            self._add("deadlock", (holder.thread, thread_name()), 0.0, where_first=list(holder.where))
+        doomed = holder is not None and holder.ident != me and _is_native(me) and _is_inside_autograd(holder.ident)
+        if doomed and holder is not None:
+            self._add("deadlock", (holder.thread, thread_name()), 0.0, where_first=list(holder.where), role="waits")
 
         def acquired(result: Any, _error: BaseException | None) -> None:
+            if doomed and holder is not None:
+                self._add("deadlock", (holder.thread, thread_name()), 0.0, where_first=list(holder.where), role="went on")
             if result is False:  # a try that failed
                 return
             self._depth += 1

@@ -29,7 +29,7 @@ from dflash.flat import FlatAdamW
 from dflash.modeling.attention import build_mask
 from dflash.modeling.drafter import ContextPairs, Drafter, block_inputs
 from dflash.modeling.ends import FrozenEnds
-from dflash.modeling.head_scores import score
+from dflash.modeling.head_scores import score, score_for_fp8
 from dflash.modeling.loss import draft_loss
 from dflash.modeling.masks import BlockLayout
 from dflash.modeling.shape import DrafterShape
@@ -132,7 +132,7 @@ def _marked_step(worker: DrafterModelWorker, states: TargetStates, settings: Set
         hidden = worker._forward(embeds, positions, states.features, batch.positions, mask)
     marks.mark("drafter forward (context projections, layers)")
     leaf = hidden.detach().requires_grad_()
-    sums = draft_loss(leaf, worker.ends, batch, config.loss, size, score=worker._score)
+    sums = draft_loss(leaf, worker.ends, batch, config.loss, size, score=worker._score, fp8_head=worker._fp8_head)
     sums.loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
     marks.mark("head and loss, both ways")
     hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
@@ -143,7 +143,7 @@ def _marked_step(worker: DrafterModelWorker, states: TargetStates, settings: Set
 
 
 def _uncompiled_scores(worker: DrafterModelWorker, states: TargetStates, settings: Settings) -> Figure:
-    compiled, worker._score = worker._score, score
+    compiled, worker._score = worker._score, score_for_fp8 if worker._fp8_head else score
     spent = parts(worker, states, settings)["head and loss, both ways"]
     worker._score = compiled
     return Figure(name="alone: head and loss with uncompiled scores", value=spent, unit="ms")

@@ -22,7 +22,12 @@ from dflash.presets import qwen3_8b
 from regression.bench.figures import Result
 
 SHAPES = ("qwen3-8b", "tiny")
-LEVERS = {"loss": "--compile.loss", "target": "--compile.target", "copies": "--optim.bf16-copies"}  # flags of the trainer
+LEVERS = {
+    "loss": "--compile.loss",
+    "target": "--compile.target",
+    "copies": "--optim.bf16-copies",
+    "fp8": "--loss.fp8-head",
+}  # flags of the trainer
 CPU_BACKEND = "aot_eager"  # compiles in a second: on a CPU a bench shows that it runs, not how fast
 
 
@@ -91,7 +96,8 @@ class Settings:
     def _with_levers(self, config: RunConfig) -> RunConfig:
         compiling = dataclasses.replace(config.compile, loss="loss" in self.levers, target="target" in self.levers)
         updating = dataclasses.replace(config.optim, bf16_copies="copies" in self.levers)
-        return dataclasses.replace(config, compile=compiling, optim=updating)
+        losing = dataclasses.replace(config.loss, fp8_head="fp8" in self.levers)
+        return dataclasses.replace(config, compile=compiling, optim=updating, loss=losing)
 
 
 def _tiny() -> RunConfig:
