@@ -33,6 +33,7 @@ from dflash.modeling.target import (
     resolve_mask_token_id,
     text_config,
 )
+from dflash.modeling.tensor_parallel import plan_of
 from dflash.modeling.tiles import tile_lists
 from dflash.modeling.warm_start import start_from_target
 from dflash.worker import DrafterModelWorker, TargetModelWorker, check_packing
@@ -60,6 +61,7 @@ class Parts:
     skipped_examples: int
     validation_batches: int
     tiles_of: int | None = None  # the drafter's block size where its mask is flex
+    tp_plan: dict[str, str] | None = None  # how ranks hold a target together, not done yet
 
     def packed(self, number: int) -> PackedBatch:
         """A training micro-batch on the CPU as a drafter takes it that gets its target states from elsewhere."""
@@ -87,12 +89,14 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy, *, lea
     models = []
     for number, device in enumerate(placement.targets):
         events.record("phase", text=f"loading target {number + 1} of {len(placement.targets)} on {device}")
-        models.append(load_target(config.target, device=device))
+        models.append(load_target(config.target, device=device if config.target.tensor_parallel == 1 else "cpu"))
     model, tokenizer = models[0] if models else load_target(config.target, device="cpu")
     settings = text_config(model)
     mask_token_id = resolve_mask_token_id(config.target, tokenizer, settings.vocab_size)
     shape = drafter_shape(model, config.drafter, mask_token_id)
     check_packing(config, model)
+    ways = config.target.tensor_parallel
+    tp_plan = plan_of(model, ways) if ways > 1 else None
     stream, heldout, meta = streams_of(config, settings, mask_token_id)
     if leads:
         _report_skipped(config, {"train": stream, "heldout": heldout})
@@ -123,6 +127,7 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy, *, lea
         skipped_examples=len(stream.skipped),
         validation_batches=config.data.validation_batches,
         tiles_of=tiles_of,
+        tp_plan=tp_plan,
     )
 
 

@@ -42,6 +42,10 @@ class TargetConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     mask_token_id: int | None = None  # None: the tokenizer's mask token, which must then exist
     seed: int = 0  # only for random weights
+    tensor_parallel: int = 1  # processes: ranks, each with a device, that hold one target together
+
+    def __post_init__(self) -> None:
+        _require(self.tensor_parallel >= 1, f"target.tensor-parallel is {self.tensor_parallel}: use at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +265,7 @@ class RunConfig:
     engine_timeout_seconds: float = 60.0  # processes: no micro-batch and no step takes so long; who does is held to hang
     topology: str = "1t+1d"
     devices: str = "cuda"  # "cpu", "cuda" (one GPU a worker), or a list, targets first: "cuda:0,cuda:0"
+    fully_shard: bool = False  # processes: each drafter holds a part of weights, gradients, moments (FSDP2, dflash.sharded)
     cpu_threads: int = 1  # intra-op threads of each worker when devices are CPUs
     resume: bool = False
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -297,7 +302,37 @@ class RunConfig:
                 self.devices in ("cpu", "cuda"),
                 f"devices is {self.devices!r}: every process of --engine processes has one device of its own, use cpu or cuda",
             )
-            _require(not self.measure.on, "--measure times --engine threads only: leave one of them out")
+        if self.target.tensor_parallel > 1:
+            self._check_tensor_parallel()
+        if self.fully_shard:
+            self._check_fully_shard()
+
+    def _check_tensor_parallel(self) -> None:
+        ways = f"target.tensor-parallel {self.target.tensor_parallel}"
+        _require(self.engine == "processes", f"{ways} is for --engine processes: a rank for each part of a target")
+        _require(self.data.features is None, f"{ways} has no meaning with --data.features: no target runs")
+        _require(not self.compile.target, f"{ways}: a target in parts is not compiled, leave --compile.target out")
+
+    def _check_fully_shard(self) -> None:
+        drafters, per_step = Topology.parse(self.topology).drafters, self.optim.batches_per_step
+        _require(self.engine == "processes", "--fully-shard is for --engine processes, threads of a process have no FSDP2")
+        _require(
+            drafters >= 2, f"--fully-shard with topology {self.topology!r}: one drafter has nobody to share with, leave it out"
+        )
+        _require(
+            per_step % drafters == 0,
+            f"--fully-shard with {drafters} drafters and optim.batches-per-step {per_step}: they work on micro-batches at one "
+            f"time, use a multiple of {drafters}",
+        )
+        _require(not self.optim.bf16_copies, "--fully-shard gathers weights in bf16 itself: leave --optim.bf16-copies out")
+        _require(
+            self.acceptance.decode_every_steps == 0,
+            "--fully-shard leaves no drafter whole to decode with: use --acceptance.decode-every-steps 0, and evaluate later",
+        )
+        _require(
+            self.compile.policy in ("prewarm", "eager"),
+            f"--fully-shard with compile.policy {self.compile.policy!r}: its drafters compile together, use prewarm or eager",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

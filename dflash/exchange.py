@@ -101,6 +101,9 @@ class Engine(Protocol):
     def times(self) -> Sequence[WorkerTimes]:
         """What the workers of this process did so far."""
 
+    def all_times(self) -> Sequence[WorkerTimes]:
+        """What the workers of all processes did, as far as this one knows now."""
+
     def queue_stats(self) -> QueueStats:
         """Of the queue in front of this process's drafters."""
 
@@ -185,6 +188,10 @@ class ThreadsEngine:
     def times(self) -> Sequence[WorkerTimes]:
         """See Engine."""
         return self._run.times if self._run else []
+
+    def all_times(self) -> Sequence[WorkerTimes]:
+        """See Engine."""
+        return self.times()
 
     def queue_stats(self) -> QueueStats:
         """See Engine."""

@@ -10,7 +10,11 @@ up in fp32.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,26 +24,100 @@ from dflash.config import OptimConfig
 ALIGNMENT = 64  # elements; keeps every parameter aligned for vector loads
 
 
+class Optimizer(Protocol):
+    """What the trainer needs of an optimizer: `FlatAdamW`, `dflash.sharded.ShardedAdamW`."""
+
+    def norm(self, total_weight: float) -> float:
+        """Norm of the summed gradients divided by `total_weight`."""
+
+    def step(self, step: int, *, total_weight: float, norm: float) -> float:
+        """Update; returns the learning rate."""
+
+    def moments(self) -> dict[str, Tensor]:
+        """First and second moments as flat tensors, and `step`."""
+
+    def load_moments(self, moments: dict[str, Tensor]) -> None:
+        """Set what `moments` returned."""
+
+
+class Parameters(Protocol):
+    """What trainer and worker need of a drafter's parameters: `FlatParameters`, `dflash.sharded.ShardedParameters`."""
+
+    together: bool  # whether all drafters must call the methods at one time
+    gradients: Tensor
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Take the weights of a state dict."""
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights as a state dict."""
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which the drafter works on one rank alone, without gradients."""
+
+    def optimizer(self, config: OptimConfig) -> Optimizer:
+        """AdamW on these parameters."""
+
+    def collect_gradients(self) -> None:
+        """After every backward."""
+
+    def clear_gradients(self) -> None:
+        """Start a new sum of gradients."""
+
+    def non_finite_weight(self) -> str | None:
+        """Name of the first parameter that is not finite."""
+
+    def non_finite_gradient(self) -> str | None:
+        """Name of the first parameter whose summed gradient is not finite."""
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where the parameters of a module lie in a flat tensor: matrices first."""
+
+    offsets: dict[str, int]
+    shapes: dict[str, torch.Size]
+    num_matrix_elements: int
+    total: int
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self:
+        """The layout of a module whose parameters are whole."""
+        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        offsets: dict[str, int] = {}
+        total = matrices = 0
+        for name in sorted(shapes, key=lambda name: (len(shapes[name]) < 2, name)):
+            offsets[name] = total
+            total += math.ceil(shapes[name].numel() / ALIGNMENT) * ALIGNMENT
+            if len(shapes[name]) >= 2:
+                matrices = total
+        return cls(offsets, shapes, matrices, total)
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """The part of a flat tensor that belongs to one parameter, in its shape."""
+        shape = self.shapes[name]
+        return flat.narrow(0, self.offsets[name], shape.numel()).view(shape)
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Any flat tensor (weights, gradients, moments) as a state dict."""
+        return {name: self.view(flat, name) for name in self.offsets}
+
+
 class FlatParameters:
     """Moves a module's parameters and gradients into two flat fp32 tensors of which they become views.
 
     With a `compute_dtype` that is true of vectors only: matrices become views of copies in that dtype.
     """
 
+    together = False
+
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
-        named = sorted(module.named_parameters(), key=lambda item: (item[1].dim() < 2, item[0]))
-        self.offsets: dict[str, int] = {}
-        total = 0
-        self.num_matrix_elements = 0
-        for name, parameter in named:
-            self.offsets[name] = total
-            total += math.ceil(parameter.numel() / ALIGNMENT) * ALIGNMENT
-            if parameter.dim() >= 2:
-                self.num_matrix_elements = total
+        named = list(module.named_parameters())
+        layout = self.layout = FlatLayout.of(module)
+        self.num_matrix_elements = layout.num_matrix_elements
         device = named[0][1].device
-        self.shapes = {name: parameter.shape for name, parameter in named}
-        self.weights = torch.zeros(total, dtype=torch.float32, device=device)
-        self.gradients = torch.zeros(total, dtype=torch.float32, device=device)
+        self.weights = torch.zeros(layout.total, dtype=torch.float32, device=device)
+        self.gradients = torch.zeros(layout.total, dtype=torch.float32, device=device)
         matrices = None if compute_dtype is None else torch.empty(self.num_matrix_elements, dtype=compute_dtype, device=device)
         self._matrices = matrices
         self._computing = [(p, self.view(self.gradients, name)) for name, p in named if matrices is not None and p.dim() >= 2]
@@ -74,14 +152,40 @@ class FlatParameters:
         self.gradients[0 if self._matrices is None else self.num_matrix_elements :].zero_()
         self._collected = False  # the next gradients of matrices are written over the old ones
 
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Take the weights of a state dict."""
+        for name, view in self.named(self.weights).items():
+            view.copy_(weights[name])
+        self.refresh()
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights as a state dict of views."""
+        return self.named(self.weights)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """They always are."""
+        yield
+
+    def optimizer(self, config: OptimConfig) -> FlatAdamW:
+        """AdamW on these parameters."""
+        return FlatAdamW(self, config)
+
+    def non_finite_weight(self) -> str | None:
+        """Name of the first parameter that is not finite."""
+        return self.first_non_finite(self.weights)
+
+    def non_finite_gradient(self) -> str | None:
+        """Name of the first parameter whose gradient is not finite."""
+        return self.first_non_finite(self.gradients)
+
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The part of a flat tensor that belongs to one parameter, in its shape."""
-        shape = self.shapes[name]
-        return flat.narrow(0, self.offsets[name], shape.numel()).view(shape)
+        return self.layout.view(flat, name)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Any flat tensor (weights, gradients, moments) as a state dict."""
-        return {name: self.view(flat, name) for name in self.offsets}
+        return self.layout.named(flat)
 
     def first_non_finite(self, flat: Tensor) -> str | None:
         """Name of the first parameter whose part of `flat` is not finite."""

@@ -10,6 +10,9 @@ same steps without measuring. Rules:
   waiting at the queue, for other workers, and Python between calls. Known limit: what Python does inside a call counts as
   device time.
 
+In processes the leader measures and stops the others. The rows of other ranks are as old as their last sign of life, a fifth of a
+second; stages, compiles and device times are those of the leader's process.
+
 All steps are written to `steps.json` beside the run's other files. A run that fails leaves `failure.json`, which says why.
 `burn_share` plants a slowdown: see `dflash.burner`.
 """
@@ -52,6 +55,7 @@ class Measuring:
     devices: tuple[torch.device, ...]
     stop: threading.Event
     times: Callable[[], Sequence[WorkerTimes]] = tuple  # of the engine, as far as it has started
+    num_devices: int = 0  # GPUs in use, or workers on a CPU; of the engine, which knows other processes'
     segments: list[dict[str, Any]] = field(default_factory=list)
     unsteady: str | None = "no step ended"
     warmup_seconds: float = 0.0
@@ -104,18 +108,14 @@ class Measuring:
             "warmup_seconds": self.warmup_seconds,
             "warmup_steps": self.warmup_steps,
             "tokens_per_second": rate,
-            "tokens_per_second_per_device": rate / self._num_devices() if rate else None,
-            "num_devices": self._num_devices(),
+            "tokens_per_second_per_device": rate / self.num_devices if rate else None,
+            "num_devices": self.num_devices,
             "segments": self.segments,
         }
 
     def write_steps(self, path: Path) -> None:
         """Every step: its end (seconds since training began), tokens, segment (-1: warm-up), memory in use."""
         path.write_text(json.dumps(self._steps))
-
-    def _num_devices(self) -> int:
-        """GPUs in use, or worker threads on a CPU, as in `Placement.num_devices`."""
-        return len(set(self.devices)) if self.devices[0].type == "cuda" else len(self.devices)
 
     def _incomplete(self) -> str | None:
         if self.unsteady:
@@ -140,7 +140,7 @@ class Measuring:
         if self.unsteady is not None:
             self._warm_up(now)
         elif now.steps - self._mark.steps >= _MIN_STEPS and now.seconds - self._mark.seconds >= self.segment_seconds:
-            self.segments.append(segment_between(self._mark, now, num_devices=self._num_devices()))
+            self.segments.append(segment_between(self._mark, now, num_devices=self.num_devices))
             self._mark = now
             rate = self.segments[-1]["tokens_per_second"]
             events.record("notice", text=f"segment {len(self.segments)} of {self.config.segments}: {rate:,.0f} tok/s")
@@ -199,10 +199,15 @@ class Measuring:
 
 
 @contextlib.contextmanager
-def measuring(config: RunConfig, devices: Sequence[torch.device], stop: threading.Event) -> Iterator[Measuring]:
-    """Measure inside the block if `config.measure` is on, and set `stop` when it is done. Writes the files at the end."""
+def measuring(
+    config: RunConfig, devices: Sequence[torch.device], stop: threading.Event, *, leads: bool = True
+) -> Iterator[Measuring]:
+    """Measure inside the block if `config.measure` is on, and set `stop` when it is done. Writes the files at the end.
+
+    Only the process that leads measures.
+    """
     one = Measuring(config.measure, tuple(devices), stop)
-    if not config.measure.on:
+    if not config.measure.on or not leads:
         yield one
         return
     try:

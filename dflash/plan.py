@@ -16,6 +16,7 @@ own context (about 0.5 GiB) and the compiler's scratch are left out. Against two
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -79,6 +80,7 @@ def plan(config: RunConfig, rates: Rates | None = None, gpu_memory_gib: float | 
         "speed": None if rates is None else speed_of(config, sizes, work, rates, targets, drafters),
         "speed_unknown_because": "no --rates FILE with measured rates" if rates is None else None,
         "failed": too_small,
+        "advice": _advice(config, sizes, gpu_memory_gib) if gpu_memory_gib is not None and too_small else None,
     }
 
 
@@ -87,6 +89,8 @@ def devices_of(config: RunConfig) -> tuple[list[str], list[str]]:
     topology = Topology.parse(config.topology)
     if topology.targets == 0:
         raise ConfigError("a plan is for runs with targets: leave --data.features out, and name targets in --topology")
+    if config.target.tensor_parallel > 1:
+        raise ConfigError("a plan knows targets of one device only: leave --target.tensor-parallel out")
     workers = topology.targets + topology.drafters
     names = [f"cuda:{i}" for i in range(workers)] if config.devices == "cuda" else config.devices.split(",")
     names = [name.strip() for name in names]
@@ -231,14 +235,47 @@ def _of_target(config: RunConfig, sizes: Sizes) -> dict[str, int]:
     return {"target: weights": value * sizes.target_parameters, "target: a forward pass": value * tokens * width + made}
 
 
+def _advice(config: RunConfig, sizes: Sizes, gpu_memory_gib: float) -> str | None:
+    """Whether drafters that share their parameters would fit; None where they already do share them."""
+    if config.fully_shard:
+        return None
+    try:
+        sharded = dataclasses.replace(config, engine="processes", devices="cuda", fully_shard=True)
+        memory = memory_of(sharded, sizes, *devices_of(sharded))
+    except ConfigError as error:
+        return f"not tried with --engine processes --fully-shard: {error}"
+    fullest = max(sum(parts.values()) for parts in memory.values()) / GIB
+    fits = "fits" if fullest <= gpu_memory_gib else "is not enough"
+    return f"--engine processes --devices cuda --fully-shard {fits}: the fullest device needs {fullest:.1f} GiB"
+
+
 def _of_drafter(config: RunConfig, sizes: Sizes, *, leads: bool) -> dict[str, int]:
     shape, parameters = sizes.shape, sizes.drafter_parameters
+    if config.fully_shard:
+        return _of_sharded_drafter(config, sizes)
+    leads = leads or config.engine == "processes"  # there each drafter makes the update
     return {
         "drafter: fp32 weights and gradients": 2 * _FP32 * parameters,
         "drafter: moments": 2 * _FP32 * parameters if leads else 0,
         "drafter: bf16 weights": _BF16 * parameters,  # copies that stay, or casts that last from forward to backward
         "drafter: frozen ends": shape.vocab_size * shape.hidden_size * _bytes_of_ends(config, sizes),
         "drafter: a step": _step_bytes(config, sizes),
+    }
+
+
+def _of_sharded_drafter(config: RunConfig, sizes: Sizes) -> dict[str, int]:
+    """Parts of everything; of the gathered, what lies outside layers, two layers, and gradients of one, in bf16 and fp32."""
+    shape, parameters = sizes.shape, sizes.drafter_parameters
+    part = -(-parameters // Topology.parse(config.topology).drafters)
+    outside = shape.num_features * shape.hidden_size**2
+    layer = -(-(parameters - outside) // shape.num_layers)
+    gathered = _BF16 * (outside + 2 * layer) + (_BF16 + _FP32) * max(layer, outside)
+    return {
+        "drafter: parts of fp32 weights and gradients": 2 * _FP32 * part,
+        "drafter: parts of moments": 2 * _FP32 * part,
+        "drafter: gathered weights and gradients": gathered,
+        "drafter: frozen ends": shape.vocab_size * shape.hidden_size * _bytes_of_ends(config, sizes),
+        "drafter: a step, or the start": max(_step_bytes(config, sizes), _FP32 * parameters),  # it starts with all weights
     }
 
 
@@ -263,7 +300,7 @@ def _step_bytes(config: RunConfig, sizes: Sizes) -> int:
     of_logit = _BF16 + (_FP8 if config.loss.fp8_head else _BF16) if config.compile.loss else _BF16 + 2 * _FP32
     logits: int = (part.stop - part.start) * shape.vocab_size * of_logit * (2 if config.loss.kind == "kl" else 1)
     rows = 3 * _BF16 * drafts * shape.hidden_size  # the head's input, its gradient, and the drafter's output
-    gradients = (_BF16 if config.optim.bf16_copies else _FP32) * sizes.drafter_parameters
+    gradients = 0 if config.fully_shard else (_BF16 if config.optim.bf16_copies else _FP32) * sizes.drafter_parameters
     return max(activations + logits + rows, gradients)
 
 

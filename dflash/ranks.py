@@ -3,12 +3,15 @@
 On CPUs a drafter gets the gradients of every micro-batch of the step from the others and adds them up in the order of the
 micro-batches, so that any number of drafters gives the same bits as one; that moves as many gradients as a step has
 micro-batches. On GPUs the flat gradients are all-reduced in place. Either way every drafter makes the same update; at every
-checkpoint it is verified that the weights are still the same.
+checkpoint it is verified that the weights are still the same. With `--fully-shard` each drafter updates its part of them
+(`dflash.sharded`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash.assembly import Parts
+from dflash import device_time
+from dflash.assembly import Parts, StatesWorker
 from dflash.batch import LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
 from dflash.config import RunConfig, Topology
 from dflash.engine.devices import Placement
-from dflash.engine.loops import WorkerTimes
+from dflash.engine.loops import DrafterWorker, Sink, WorkerTimes
 from dflash.engine.processes import DrafterRun, Ranks
 from dflash.engine.queue import QueueStats
 from dflash.engine.reading import ReadingQueue
@@ -29,7 +33,7 @@ from dflash.engine.transport import ReceivingQueue, SendingQueue, StatesShape, c
 from dflash.engine.waits import Waits
 from dflash.exchange import ProcessReport, report
 from dflash.modeling.tree_estimate import DraftCounts
-from dflash.worker import Contribution, DrafterModelWorker, NonFiniteError, synchronize
+from dflash.worker import Contribution, NonFiniteError, TargetModelWorker, synchronize
 
 _SUMS = tuple(field.name for field in dataclasses.fields(LossSums))
 
@@ -37,7 +41,7 @@ _SUMS = tuple(field.name for field in dataclasses.fields(LossSums))
 def placement_of(ranks: Ranks) -> Placement:
     """The one worker of this rank."""
     if ranks.is_target:
-        return Placement(targets=(ranks.device,), drafters=(), first_target=ranks.roles.targets.index(ranks.rank))
+        return Placement(targets=(ranks.device,), drafters=(), first_target=ranks.roles.targets.index(ranks.target_leader))
     return Placement(targets=(), drafters=(ranks.device,), first_drafter=ranks.roles.drafters.index(ranks.rank))
 
 
@@ -54,19 +58,30 @@ def states_shape(config: RunConfig, parts: Parts, device: torch.device) -> State
 def serve(config: RunConfig, ranks: Ranks, parts: Parts, policy: CompilePolicy, first_step: int) -> None:
     """Be a target: make what the drafters warm up and validate with, then what they ask for, and report."""
     shape, checksums = states_shape(config, parts, ranks.device), config.transport.checksums
-    worker, per_step = parts.targets[0], config.optim.batches_per_step
+    worker: StatesWorker = parts.targets[0]
+    per_step, sends = config.optim.batches_per_step, ranks.rank == ranks.target_leader
+    if parts.tp_plan is not None:
+        assert isinstance(worker, TargetModelWorker)
+        with ranks.doing.at("slow", "splitting the target"):
+            worker.split(parts.tp_plan, ranks.team)
+        worker = _Team(worker, ranks)
     with policy.in_worker():
         with ranks.doing.at("slow", "target states for the warm-up"):
-            serves = ranks.rank == ranks.roles.targets[0]
+            serves = ranks.target_leader == ranks.roles.targets[0]
             for batch in parts.heldout_batches() if serves else ():
-                send_states(ranks, worker.run(batch), 0, shape, checksums=checksums)()
+                states = worker.run(batch)
+                if sends:
+                    send_states(ranks, states, 0, shape, checksums=checksums)()
             if policy.warms_up:
                 first = worker.produce(first_step * per_step)
-                for drafter in ranks.roles.drafters if serves else ():
+                for drafter in ranks.roles.drafters if serves and sends else ():
                     send_states(ranks, first, drafter, shape, checksums=checksums)()
-        queue = SendingQueue(
-            ranks, ranks.roles, shape, first=first_step * per_step, end=config.optim.steps * per_step, checksums=checksums
-        )
+        numbers = range(first_step * per_step, config.optim.steps * per_step)
+        queue: Sink = _Following(ranks)
+        if sends:
+            queue = SendingQueue(ranks, ranks.roles, shape, first=numbers.start, end=numbers.stop, checksums=checksums)
+        if sends and parts.tp_plan is not None:
+            queue = _Leading(queue, ranks)
         ranks.stop.stepping = True
         with policy.frozen():
             times = ranks.run_target(queue, worker)
@@ -80,13 +95,16 @@ class RanksEngine:
     def __init__(self, config: RunConfig, ranks: Ranks, parts: Parts, policy: CompilePolicy) -> None:
         self._config, self._ranks, self._parts, self._policy = config, ranks, parts, policy
         self._drafter = parts.drafters[0]
+        if config.fully_shard:
+            ranks.shard(self._drafter)
         self._shape = states_shape(config, parts, ranks.device)
         topology = Topology.parse(config.topology)
         self.leads = ranks.leads
         self.num_targets, self.num_drafters = topology.targets, topology.drafters
-        self.num_devices = topology.targets + topology.drafters
+        self.num_devices = topology.targets * config.target.tensor_parallel + topology.drafters
         self.devices = [str(ranks.device.type)] * self.num_devices  # each rank has one of its own
         self._times = WorkerTimes(worker=ranks.worker, device=str(ranks.device))
+        self._others: tuple[float, list[WorkerTimes]] = -math.inf, []  # when asked for, of the other ranks
         self._queue: ReceivingQueue | ReadingQueue | None = None
         self._reader = parts.targets[0] if parts.targets else None  # of features; no rank is a target then
 
@@ -103,6 +121,8 @@ class RanksEngine:
 
     def share_weights(self) -> None:
         """See `dflash.exchange.Engine`."""
+        if self._drafter.parameters.together:  # they were made equal before they were cut
+            return
         self._ranks.from_leader(self._drafter.flat.weights)
         self._drafter.flat.refresh()
         synchronize(self._ranks.device)  # the stream that the drafter works on does not wait for this one
@@ -113,7 +133,7 @@ class RanksEngine:
         with self._ranks.doing.at("waiting", f"adding up the gradients of step {step + 1}"):
             told = self._ranks.gather_from_drafters([(part.first_index, part.batches, _on_cpu(part.drafts)) for part in own])
             remarks = {row[0]: row for rows in told or [] for row in rows}
-            if self._ranks.device.type == "cuda":
+            if self._ranks.device.type == "cuda" or self._drafter.parameters.together:
                 return [self._reduced(own, [remarks[index] for index in sorted(remarks)])]
             return self._all(step, own, remarks)
 
@@ -121,7 +141,9 @@ class RanksEngine:
         """See `dflash.exchange.Engine`; each drafter has made the same update."""
 
     def verify_weights(self) -> None:
-        """See `dflash.exchange.Engine`."""
+        """See `dflash.exchange.Engine`. Nobody else has the part of a drafter that shares them."""
+        if self._drafter.parameters.together:
+            return
         sums = self._ranks.gather_from_drafters(checksum([self._drafter.flat.weights]))
         if sums and len(set(sums)) > 1:
             raise RuntimeError(
@@ -156,12 +178,22 @@ class RanksEngine:
             finish_step=finish_step,
         )
         with self._policy.in_worker():
-            worker = self._drafter if self._reader is not None else _Blaming(self._drafter, self._ranks)
+            (worker,) = device_time.timed_drafters([self._drafter], self._config.measure)
+            worker = _Together(worker, self._ranks) if self._drafter.parameters.together else worker
+            worker = worker if self._reader is not None else _Blaming(worker, self._ranks)
             self._ranks.run_drafter(run, worker)
 
     def times(self) -> Sequence[WorkerTimes]:
         """See `dflash.exchange.Engine`."""
         return [self._times]
+
+    def all_times(self) -> Sequence[WorkerTimes]:
+        """See `dflash.exchange.Engine`; of other ranks what they said with their last sign of life but one, at worst."""
+        asked, others = self._others
+        if time.monotonic() - asked > self._ranks.watch.beat_seconds:
+            others = [times for times in self._ranks.watch.times() if times.worker != self._ranks.worker]
+            self._others = time.monotonic(), others
+        return [self._times, *others]
 
     def queue_stats(self) -> QueueStats:
         """See `dflash.exchange.Engine`."""
@@ -195,10 +227,11 @@ class RanksEngine:
         """One sum over all drafters; on a GPU a drafter's own micro-batches are one sum already."""
         width = self._parts.shape.block_size - 1
         sums = _vector(own[0].sums) if own else torch.zeros(4 + 2 * width, device=self._ranks.device)
-        gradients = self._drafter.flat.gradients
+        gradients = self._drafter.parameters.gradients
         if not own:
             gradients.zero_()  # they may hold what the step before left
-        self._ranks.sum_over_drafters(gradients)
+        if not self._drafter.parameters.together:
+            self._ranks.sum_over_drafters(gradients)
         self._ranks.sum_over_drafters(sums)
         drafts = [row[2] for row in remarks if row[2] is not None]
         return Contribution(
@@ -233,7 +266,7 @@ class RanksEngine:
 class _Blaming:
     """A drafter that says whose states were not finite."""
 
-    def __init__(self, drafter: DrafterModelWorker, ranks: Ranks) -> None:
+    def __init__(self, drafter: DrafterWorker, ranks: Ranks) -> None:
         self.device = drafter.device
         self._drafter, self._ranks = drafter, ranks
 
@@ -243,6 +276,61 @@ class _Blaming:
         except NonFiniteError as error:
             rank = self._ranks.roles.target_of(states.batch.index)
             raise NonFiniteError(f"{error}. Its target states are from rank {rank} ({self._ranks.roles.worker(rank)})") from error
+
+
+class _Team:
+    """One rank's part of a target: what breaks inside it may be another's end."""
+
+    def __init__(self, worker: StatesWorker, ranks: Ranks) -> None:
+        self.device = worker.device
+        self._worker, self._ranks = worker, ranks
+
+    def produce(self, number: int) -> TargetStates:
+        with self._ranks.losing_peers():
+            return self._worker.produce(number)
+
+    def run(self, batch: PackedBatch) -> TargetStates:
+        with self._ranks.losing_peers():
+            return self._worker.run(batch)
+
+
+class _Leading:
+    """The queue of the first rank of a team: what it claims, the others make as well."""
+
+    def __init__(self, queue: Sink, ranks: Ranks) -> None:
+        self._queue, self._ranks = queue, ranks
+
+    def claim(self) -> int | None:
+        return self._ranks.told_by_target_leader(self._queue.claim())
+
+    def put(self, number: int, item: TargetStates) -> None:
+        self._queue.put(number, item)
+
+
+class _Following:
+    """The queue of the other ranks of a team: they make what they are told, and send nothing."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def claim(self) -> int | None:
+        return self._ranks.told_by_target_leader(None)
+
+    def put(self, number: int, item: TargetStates) -> None:
+        """The first rank has the same states."""
+
+
+class _Together:
+    """A drafter that works at the pace of the others: to wait for them in the middle of a micro-batch is no hang of its own."""
+
+    def __init__(self, drafter: DrafterWorker, ranks: Ranks) -> None:
+        self.device = drafter.device
+        self._drafter, self._ranks = drafter, ranks
+
+    def accumulate(self, states: TargetStates) -> None:
+        doing = f"gradients of micro-batch {states.batch.index}, with the other drafters"
+        with self._ranks.doing.at("waiting", doing), self._ranks.losing_peers():
+            self._drafter.accumulate(states)
 
 
 def _vector(sums: LossSums) -> Tensor:

@@ -30,7 +30,6 @@ from dflash.device import intra_op_threads
 from dflash.engine.devices import Placement, place
 from dflash.engine.processes import Ranks, joined
 from dflash.exchange import Engine, ThreadsEngine, report
-from dflash.flat import FlatAdamW
 from dflash.fx import seams
 from dflash.live_acceptance import LiveAcceptance
 from dflash.ranks import RanksEngine, placement_of, serve
@@ -106,14 +105,14 @@ def _running(
         stack.enter_context(policy.watching())
         if leads:
             stack.enter_context(telemetry.listening(config, first_step=resumed.step if resumed else 0))
-        yield stack.enter_context(measuring.measuring(config, devices, stop))
+        yield stack.enter_context(measuring.measuring(config, devices, stop, leads=leads))
 
 
 def _train(trainer: Trainer, resumed: TrainState | None, measured: measuring.Measuring) -> dict[str, Any] | None:
     """Warm up, freeze, run, and report."""
     config, policy = trainer.config, trainer.policy
     cache = CompileCache(config.compile.cache)
-    measured.times = trainer.engine.times
+    measured.times, measured.num_devices = trainer.engine.all_times, trainer.engine.num_devices
     trainer.start(resumed)
     if trainer.engine.leads:
         (config.output / "config.json").write_text(json.dumps(to_dict(config), indent=1))
@@ -146,7 +145,7 @@ class Trainer:
         self._stop = stop
         self._leader = parts.drafters[0]  # the run's leader, or this process's equal of it
         self._acceptance = LiveAcceptance(config, self._leader) if engine.leads else None
-        self._optimizer = FlatAdamW(self._leader.flat, config.optim)
+        self._optimizer = self._leader.parameters.optimizer(config.optim)
         self._validation: list[TargetStates] = []
         self._steps_done = 0
         self._tokens = 0
@@ -162,9 +161,7 @@ class Trainer:
         """Load the resumed state or save the untrained drafter as step 0; measure the held-out batches' target states."""
         if resumed is not None:
             checkpoint.check_resumable(resumed, self._config, self._leader.shape)
-            for name, view in self._leader.flat.named(self._leader.flat.weights).items():
-                view.copy_(resumed.weights[name])
-            self._leader.flat.refresh()
+            self._leader.parameters.load(resumed.weights)
             self._optimizer.load_moments(resumed.moments)
             self._steps_done = resumed.step
             events.record("notice", text=f"resumed after step {resumed.step}")
@@ -193,8 +190,9 @@ class Trainer:
                 drafter.accumulate(first)
                 drafter.take_contributions()
                 drafter.clear_gradients()
-                for states in self._validation[:1]:
-                    drafter.validate(states)
+                with drafter.parameters.whole():
+                    for states in self._validation[:1]:
+                        drafter.validate(states)
 
     def run(self, first_step: int) -> None:
         """Start the engine and wait for its end."""
@@ -285,11 +283,10 @@ class Trainer:
             self._empty_steps += 1
             events.record("notice", text=f"step {step + 1}: no supervised position in any block, weights unchanged")
             return 0.0, 0.0
-        flat = self._leader.flat
-        sum_gradients(parts, flat.gradients)
+        sum_gradients(parts, self._leader.parameters.gradients)
         norm = self._optimizer.norm(weight)
         if not math.isfinite(norm):
-            name = flat.first_non_finite(flat.gradients)
+            name = self._leader.parameters.non_finite_gradient()
             if name is not None:
                 samples = sorted({s for part in parts for b in part.batches for row in b.sample_ids for s in row})
                 raise NonFiniteError(
@@ -321,18 +318,22 @@ class Trainer:
 
     def _save_if_leading(self, step: int) -> None:
         self.engine.verify_weights()
-        if self.engine.leads:
+        if self.engine.leads or self._leader.parameters.together:
             with self.engine.slow(f"saving step {step}"):
                 self._save(step)
 
     def _save(self, step: int) -> None:
+        """Where drafters share the parameters, all of them come here, and only the leader writes."""
         started = time.perf_counter()
-        metrics = self._validate()
-        flat = self._leader.flat
+        with self._leader.parameters.whole():
+            metrics = self._validate() if self.engine.leads else {}
+        weights, moments = self._leader.parameters.state(), self._optimizer.moments()
+        if not self.engine.leads:
+            return
         state = TrainState(
             step=step,
-            weights=flat.named(flat.weights),
-            moments=self._optimizer.moments(),
+            weights=weights,
+            moments=moments,
             shape=self._leader.shape.to_zlab_config(),
             config=self._config,
             metrics=metrics,

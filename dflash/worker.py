@@ -19,7 +19,7 @@ from dflash.batch import BatchSummary, LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
 from dflash.config import ConfigError, RunConfig
 from dflash.data.packing import PackedStream
-from dflash.flat import FlatParameters
+from dflash.flat import FlatParameters, Parameters
 from dflash.modeling.attention import build_mask
 from dflash.modeling.draft_collector import DraftCollector
 from dflash.modeling.drafter import Drafter, DrafterShape, block_inputs
@@ -30,6 +30,7 @@ from dflash.modeling.masks import BlockLayout
 from dflash.modeling.target import FrozenEnds, TargetRunner, supports_packing
 from dflash.modeling.tiles import tile_lists
 from dflash.modeling.tree_estimate import DraftCounts
+from dflash.sharded import ShardedParameters
 
 
 class NonFiniteError(ArithmeticError):
@@ -41,7 +42,7 @@ class Contribution:
     """What one drafter adds to an optimizer step."""
 
     first_index: int  # number of the first micro-batch in it: fixes the order of summation
-    gradients: Tensor  # flat fp32, on the drafter's device
+    gradients: Tensor  # flat fp32, on the drafter's device; empty where parameters are sharded
     sums: LossSums
     batches: tuple[BatchSummary, ...]
     drafts: DraftCounts | None = None  # in steps whose acceptance is estimated
@@ -67,6 +68,10 @@ class TargetModelWorker:
         self._runner = runner
         self._stream = stream
         self._tiles_of = tiles_of
+
+    def split(self, plan: dict[str, str], group: Any) -> None:
+        """Keep one rank's part of the target; all ranks of the group call it."""
+        self._runner.split(plan, group, self.device)
 
     def produce(self, number: int) -> TargetStates:
         """The states of micro-batch `number`, complete on this worker's device."""
@@ -106,14 +111,32 @@ class DrafterModelWorker:
             self.drafter = Drafter(shape, generator=torch.Generator(device).manual_seed(config.seed)).to(device).train()
         if start is not None:
             start(self.drafter)
-        self.flat = FlatParameters(self.drafter, _copies(config, device))
-        self._forward: Callable[..., Tensor] = policy.compiled(self.drafter)
+        self._parameters: Parameters | None = None  # until `shard`, where drafters share them
+        if not config.fully_shard:
+            self._parameters = FlatParameters(self.drafter, _copies(config, device))
+        self._forward: Callable[..., Tensor] = self.drafter if config.fully_shard else policy.compiled(self.drafter)
         if config.loss.fp8_head:
             check_device(device)
         self._fp8_head = Fp8Head(ends.head_weight) if config.loss.fp8_head else None
         scores: Score = score_for_fp8 if config.loss.fp8_head else score
         self._score: Score = policy.compiled(scores) if config.compile.loss else scores
         self._contributions: list[Contribution] = []
+
+    @property
+    def parameters(self) -> Parameters:
+        """What is trained."""
+        assert self._parameters is not None
+        return self._parameters
+
+    @property
+    def flat(self) -> FlatParameters:
+        """What is trained, where this drafter holds all of it."""
+        assert isinstance(self._parameters, FlatParameters)
+        return self._parameters
+
+    def shard(self, group: Any, *, leads: bool) -> None:
+        """Keep a part of the parameters, which are equal on all drafters of the group. All of them call it."""
+        self._parameters = ShardedParameters(self.drafter, group, self.device, compiled=self._policy.compiled, leads=leads)
 
     def accumulate(self, states: TargetStates) -> None:
         """Add the gradients of one micro-batch. Raises NonFiniteError; returns when the device is done."""
@@ -131,7 +154,7 @@ class DrafterModelWorker:
         """Add the gradients of states on this worker's device to the flat ones. Does not wait for the device."""
         sums = self._loss_through(states, self._forward, collector)
         sums.loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self.flat.collect_gradients()
+        self.parameters.collect_gradients()
         return sums
 
     @torch.no_grad()
@@ -156,7 +179,7 @@ class DrafterModelWorker:
 
     def clear_gradients(self) -> None:
         """Start a new optimizer step."""
-        self.flat.clear_gradients()
+        self.parameters.clear_gradients()
 
     def loss(self, states: TargetStates) -> LossSums:
         """Loss sums of states on this worker's device."""
@@ -205,8 +228,9 @@ class DrafterModelWorker:
         return nullcontext()
 
     def _add(self, batch: PackedBatch, sums: LossSums, drafts: DraftCounts | None) -> None:
-        if self.device.type == "cuda" and self._contributions:
-            # Autograd has already added this micro-batch to the same flat tensor: one sum a GPU keeps memory flat.
+        adds_up = self.device.type == "cuda" or self.parameters.together
+        if adds_up and self._contributions:
+            # Autograd has already added this micro-batch to the same gradients: one sum a GPU keeps memory flat.
             first = self._contributions[0]
             merged = Contribution(
                 first_index=first.first_index,
@@ -217,11 +241,11 @@ class DrafterModelWorker:
             )
             self._contributions = [merged]
             return
-        gradients = self.flat.gradients
-        if self.device.type == "cpu":
+        gradients = self.parameters.gradients
+        if not adds_up:
             # Kept apart per micro-batch: the order of summation, and so every bit, is the same for any number of drafters.
             gradients = gradients.clone()
-            self.flat.clear_gradients()
+            self.parameters.clear_gradients()
         self._contributions.append(
             Contribution(first_index=batch.index, gradients=gradients, sums=sums, batches=(batch.summary(),), drafts=drafts)
         )
@@ -239,9 +263,11 @@ class DrafterModelWorker:
         for name, tensor in inputs.items():
             if tensor is not None and not bool(torch.isfinite(tensor).all()):
                 return name
-        parameter = self.flat.first_non_finite(self.flat.weights)
+        parameter = self.parameters.non_finite_weight()
         if parameter is not None:
             return f"drafter weight {parameter}"
+        if self.parameters.together:  # the others would have to take part in looking closer
+            return "the drafter's output or the logits"
         found: list[str] = []
 
         def look(name: str) -> Callable[[nn.Module, Any, Any], None]:

@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("regression")
     group.addoption("--segments", type=int, default=SEGMENTS, metavar="N", help=f"segments of a measurement (default {SEGMENTS})")
     group.addoption("--segment-seconds", type=float, metavar="S", help="length of a segment (default 60 on GPUs, 5 on a CPU)")
+    group.addoption("--engine", choices=("threads", "processes"), default="threads", help="of the runs (default threads)")
     group.addoption("--attempts", type=int, default=ATTEMPTS, metavar="R", help=f"of an invalid measurement (default {ATTEMPTS})")
     group.addoption("--burn-share", type=float, default=0.0, metavar="X", help="plant a slowdown, to see that it fails")
     group.addoption("--plant", choices=sorted(FAULTS), help="plant a fault in the runs, to see that it fails")
@@ -92,6 +93,7 @@ def chosen_workload(config: pytest.Config) -> RunSpec:
         planted=planted(config.getoption("--burn-share")),
         fault=config.getoption("--plant"),
         environment=os.environ,
+        engine=config.getoption("--engine"),
     )
 
 

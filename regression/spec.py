@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dflash.config import ConfigError, Topology
 
@@ -20,6 +22,7 @@ _CPU_OVERRIDES = (  # many short steps in a segment
     *("--data.path", "synthetic:64", "--data.sequence-length", "128"),
     *("--data.rows-per-batch", "1", "--data.num-anchors", "16"),
 )
+_CPU_TOPOLOGY = ("--topology", "1t+2d")  # that of the preset; torchrun must know how many processes it starts
 _ENDLESS = 1_000_000_000  # steps: a measuring run ends after its segments
 
 
@@ -36,6 +39,7 @@ class RunSpec:
     fault: str | None = None  # of `regression.faults`; no part of the name, as `planted`
     visible: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES names: indices or UUIDs
     python: str = sys.executable
+    engine: Literal["threads", "processes"] = "threads"
 
     def __post_init__(self) -> None:
         if self.gpus < 0 or self.segments < 1 or self.segment_seconds <= 0:
@@ -43,12 +47,17 @@ class RunSpec:
                 f"{self.segments} segments of {self.segment_seconds} s on {self.gpus} GPUs: use at least 1 segment, a positive "
                 f"length and 0 GPUs (the CPU workload)"
             )
+        if self.engine == "processes" and self.gpus == 1:
+            raise ConfigError("--engine processes needs a GPU for each worker: use --gpus 2 or more, or --gpus 0")
+        if self.engine == "processes" and "--topology" not in self.overrides:
+            raise ConfigError("a run by processes names its --topology: add it to the overrides")
 
     @property
     def name(self) -> str:
         """The workload in words; part of a series."""
         where = f"{self.gpus} GPU{'s' if self.gpus != 1 else ''}" if self.gpus else "CPU"
-        return f"{self.preset} on {where}, {self.segments} x {self.segment_seconds:g} s"
+        by = "" if self.engine == "threads" else f" by {self.engine}"
+        return f"{self.preset} on {where}{by}, {self.segments} x {self.segment_seconds:g} s"
 
     @property
     def variables(self) -> dict[str, str]:
@@ -61,15 +70,34 @@ class RunSpec:
         return [*self._train(output, steps=_ENDLESS), "--measure", *segments, *self.planted]
 
     def probed_command(self, output: Path, report: Path) -> list[str]:
-        """The same training under `diagnostics.fxprobe`, for a few steps; findings go to the file `report`."""
-        train = self._train(output, steps=GPU_PROBED_STEPS if self.gpus else CPU_PROBED_STEPS)
+        """The same training under `diagnostics.fxprobe`, for a few steps; findings go to the file `report`.
+
+        By threads always: fxprobe watches one process, and in each of several only one worker runs.
+        """
+        by_threads = dataclasses.replace(self, engine="threads")
+        train = by_threads._train(output, steps=GPU_PROBED_STEPS if self.gpus else CPU_PROBED_STEPS)
         probe = ("-m", "diagnostics.fxprobe", "--json", str(report), "--progress", "0", "--")
         return [train[0], *probe, *train[1:], "--checkpoint.no-keep-untrained"]
 
     def _train(self, output: Path, *, steps: int) -> list[str]:
         flags = ("--preset", self.preset, "--output", str(output), "--optim.steps", str(steps), "--telemetry.wandb", "off")
         program = ("dflash",) if self.fault is None else ("regression.faults", self.fault)
-        return [self.python, "-m", *program, "train", *flags, *self.overrides]
+        start = [self.python, "-m", *program, "train"]
+        if self.engine == "processes":
+            workers = Topology.parse(self._topology)
+            torchrun = (
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(workers.targets + workers.drafters),
+            )
+            start = [self.python, *torchrun, "-m", *program, "train", "--engine", "processes"]
+        return [*start, *flags, *self.overrides]
+
+    @property
+    def _topology(self) -> str:
+        return self.overrides[self.overrides.index("--topology") + 1]
 
 
 def workload(
@@ -80,6 +108,7 @@ def workload(
     planted: tuple[str, ...] = (),
     fault: str | None = None,
     environment: Mapping[str, str] | None = None,
+    engine: Literal["threads", "processes"] = "threads",
 ) -> RunSpec:
     """The standard run for `gpus` GPUs, the first of those that CUDA_VISIBLE_DEVICES in `environment` names."""
     if gpus == 0:
@@ -89,9 +118,10 @@ def workload(
             gpus=0,
             segments=segments,
             segment_seconds=seconds,
-            overrides=_CPU_OVERRIDES,
+            overrides=_CPU_OVERRIDES if engine == "threads" else (*_CPU_OVERRIDES, *_CPU_TOPOLOGY),
             planted=planted,
             fault=fault,
+            engine=engine,
         )
     return RunSpec(
         preset=GPU_PRESET,
@@ -101,6 +131,7 @@ def workload(
         overrides=() if gpus == 1 else ("--topology", str(topology(gpus)), "--devices", "cuda"),
         planted=planted,
         fault=fault,
+        engine=engine,
         visible=visible_gpus(gpus, (environment or {}).get("CUDA_VISIBLE_DEVICES")),
     )
 

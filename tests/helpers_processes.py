@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_training import make_config, without_anchors
+from helpers_training import make_config, without_anchors, write_synthetic
 
 from dflash import checkpoint
 from dflash.capture import capture
@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 STEPS, PER_STEP = 9, 3  # of the interrupted run: three and a bit epochs of eight micro-batches
 WITHOUT_ANCHORS = (7, 16)
 SECONDS = 2
+MEASURED = ("--measure", "--measure.segments", "2", "--measure.segment-seconds", "0.5", "--optim.steps", "100000")
+PATIENT = ("--engine-timeout-seconds", "30")  # for what holds the interpreter for long: compiling, cutting
 
 
 def arguments(config: RunConfig) -> list[str]:
@@ -74,6 +76,18 @@ def interrupted(output: Path, **changes: Any) -> RunConfig:
     return make_config(output, optim={"steps": STEPS, "batches_per_step": PER_STEP}, checkpoint=checkpoints, **changes)
 
 
+def sharded(base: Path, *, output: Path, **changes: Any) -> RunConfig:
+    """A run of six steps with prepared data below `base`."""
+    values: dict[str, Any] = {
+        "topology": "1t+1d",
+        "data": {"path": base / "data"},
+        "drafter": {"num_layers": 2},
+        "optim": {"steps": 6, "batches_per_step": 4},
+        "checkpoint": {"every_steps": 2, "keep_last": 9},
+    }
+    return make_config(output, **(values | changes))
+
+
 def scenarios(base: Path) -> dict[str, dict[str, Any]]:
     def one(name: str, config: RunConfig, *more: str, **rest: Any) -> dict[str, Any]:
         return {"arguments": [*arguments(config), *more], "ranks": 3, "logs": str(base / name / "logs"), **rest}
@@ -100,11 +114,19 @@ def scenarios(base: Path) -> dict[str, dict[str, Any]]:
     offline = make_config(base / "offline" / "run", topology="0t+2d", data={"features": base / "features"})
     faulty = interrupted(base / "faulty" / "run", topology="1t+2d")
     killed = interrupted(base / "killed" / "run", topology="1t+2d")
+    shard = sharded(
+        base, output=base / "sharded" / "run", topology="1t+2d", compile={"policy": "prewarm", "backend": "aot_eager"}
+    )
+    dying = make_config(base / "sharded-killed" / "run", topology="1t+2d")
     return {
         "whole": one("whole", whole, "--transport.checksums"),
         "killed": one("killed", killed, "--resume", restarts=3, faults=lives, without_anchors=WITHOUT_ANCHORS),
         "faulty": one("faulty", faulty, restarts=4, faults=faults),
         "offline": one("offline", offline) | {"ranks": 2},
+        "sharded": one("sharded", shard, "--fully-shard", "--resume", *PATIENT),
+        "sharded-killed": one("sharded-killed", dying, "--fully-shard", **fault("drafter-1", 9, "kill")),
+        "measured": one("measured", small("measured"), *MEASURED, *PATIENT),
+        "teams": one("teams", small("teams"), "--topology", "1t+1d", "--target.tensor-parallel", "2", *PATIENT),
         "stopped": one("stopped", small("stopped"), **fault("target-0", 9, "stop")),
         "asked": one("asked", small("asked"), "--optim.steps", "200", **fault("drafter-1", 9, "term")),
         "nan": one("nan", small("nan"), **fault("target-0", 9, "nan")),
@@ -136,6 +158,9 @@ def run_all(base: Path) -> dict[str, Outcome]:
         (base / f"{name}.json").write_text(json.dumps(scenario))
     train_without_anchors(interrupted(base / "killed" / "run", topology="1t+1d"))  # the first steps, by threads
     keep_until(base / "killed" / "run", 2)
+    write_synthetic(make_config(base / "data"), base / "data", [32] * 16)
+    train(sharded(base, output=base / "sharded" / "run"))  # the first steps, by threads
+    keep_until(base / "sharded" / "run", 2)
     capture(make_config(base / "features"))
     command = [sys.executable, "tests/programs/ranks.py", *(str(base / f"{name}.json") for name in planned)]
     paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}

@@ -19,9 +19,10 @@ from dflash.modeling.work import drafter_step_tflop, target_forward_tflop
 from dflash.worker import DrafterModelWorker
 from regression import baseline
 from regression.bench import __main__ as front
-from regression.bench import drafter_step, scaling, settings, transport
+from regression.bench import drafter_step, engines, scaling, settings, transport
 from regression.bench.figures import Figure, Result, table
 from regression.bench.settings import Settings
+from regression.bench.training import Run
 from regression.child import ChildFailed, ChildResult
 
 CPU = torch.device("cpu")
@@ -204,3 +205,30 @@ def test_the_transport_is_compared_with_the_link_and_its_goal_is_of_the_real_sha
     assert commands[0][commands[0].index("--nproc-per-node") + 1] == "2"
     real = transport.measure(Settings(shape="qwen3-8b", device=CPU, rounds=1))
     assert next(one for one in real.figures if one.name == "transport over link").meets_goal
+
+
+def test_engines_differ_in_who_runs_the_workers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[tuple[list[str], list[str]]] = []
+    result = {"measure": {"tokens_per_second": 5.0, "incomplete": None}, "workers": [], "fx_errors": 0, "fallbacks": 0}
+
+    def no_run(_: Settings, __: Path, *, before: Any, more: Any, **___: Any) -> Run:
+        commands.append((list(before), list(more)))
+        rows = ({"name": "phase", "fields": {"text": "training"}, "time_seconds": 9.0}, {"name": "step", "time_seconds": 11.0})
+        rate = {**result, "recompiles_after_warmup": 3 * len(commands)}
+        return Run(started=2.0, result=rate, events=rows)
+
+    monkeypatch.setattr(engines, "train", no_run)
+    figures = {one.name: one for one in engines.measure(TINY).figures}
+    (none, threads), (torchrun, processes) = commands
+    assert none == []
+    assert torchrun[:2] == ["-m", "torch.distributed.run"]
+    assert [flag for flag in processes if flag not in threads] == ["processes"]
+    assert figures["processes over threads"].value == 1
+    assert figures["processes: start to the first step's end"].value == 9.0
+    assert figures["threads: recompiles after warmup"].meets_goal is False
+
+
+def test_engines_have_a_gpu_for_each_worker() -> None:
+    two = Settings(shape="tiny", device=torch.device("cuda:0"), rounds=1)
+    assert engines.flags(two, "threads")[-1] == "cuda:1,cuda:0"  # as of ranks: the drafter is rank 0
+    assert engines.flags(two, "processes")[-1] == "cuda"

@@ -23,7 +23,7 @@ def test_parameters_and_gradients_are_views_of_two_flat_tensors() -> None:
     flat = FlatParameters(module)
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, before[name])
-        assert flat.offsets[name] % ALIGNMENT == 0
+        assert flat.layout.offsets[name] % ALIGNMENT == 0
     module(torch.randn(4, 7)).square().sum().backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None

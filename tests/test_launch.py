@@ -55,7 +55,7 @@ def test_differences_name_the_value_and_both_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--devices", "cuda:0"], "has one device of its own"), (["--measure"], "times --engine threads only"),
+    [(["--devices", "cuda:0"], "has one device of its own"),
      (["--engine-timeout-seconds", "0"], "engine-timeout-seconds is 0.0")],
 )  # fmt: skip
 def test_what_processes_cannot_do_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

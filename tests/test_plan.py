@@ -105,3 +105,19 @@ def test_cpus_and_wrong_numbers_of_devices_are_refused() -> None:
     for devices in ("cpu", "cuda:0"):
         with pytest.raises(ConfigError, match="name one for each of 3 workers"):
             plan.plan(dataclasses.replace(TINY, devices=devices))
+
+
+def test_a_drafter_that_does_not_fit_is_told_to_share_and_then_fits() -> None:
+    wide = dataclasses.replace(
+        qwen3_8b(), topology="1t+4d", devices="cuda", optim=dataclasses.replace(qwen3_8b().optim, batches_per_step=4)
+    )
+    told = plan.plan(wide, gpu_memory_gib=24)
+    assert "cuda:1" in told["failed"]
+    assert told["advice"].startswith("--engine processes --devices cuda --fully-shard fits: the fullest device needs ")
+    shared = plan.plan(dataclasses.replace(wide, engine="processes", fully_shard=True), gpu_memory_gib=24)
+    assert shared["failed"] == []
+    assert shared["advice"] is None
+    assert max(shared["memory_gib"].values()) == pytest.approx(float(told["advice"].split()[-2]), abs=0.06)
+    assert len({shared["memory_gib"][f"cuda:{number}"] for number in range(1, 5)}) == 1  # no drafter holds more than another
+    assert "not enough" in plan.plan(wide, gpu_memory_gib=12)["advice"]
+    assert "a multiple of 4" in plan.plan(dataclasses.replace(wide, optim=qwen3_8b().optim), gpu_memory_gib=24)["advice"]

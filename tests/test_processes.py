@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -49,6 +50,23 @@ def test_the_result_counts_all_ranks(outcomes: dict[str, Outcome]) -> None:
     assert json.loads(printed[0].splitlines()[-1])["tokens"] == result["tokens"]
 
 
+def test_a_measuring_run_is_measured_by_the_leader_with_a_row_for_every_rank(outcomes: dict[str, Outcome]) -> None:
+    measured = outcomes["measured"]
+    assert measured.codes == {}, measured.said()
+    result = json.loads((measured.run / "result.json").read_text())
+    measure = result["measure"]
+    assert (measure["incomplete"], len(measure["segments"]), measure["num_devices"]) == (None, 2, 3)
+    for segment in measure["segments"]:
+        rows = {row["worker"]: row for row in segment["workers"]}
+        assert rows.keys() == {"drafter-0", "drafter-1", "target-0"}
+        assert min(row["items"] for row in rows.values()) > 0
+        assert rows["target-0"]["items"] > rows["drafter-0"]["items"]  # it works for both drafters
+    assert len(json.loads((measured.run / "steps.json").read_text())["tokens"]) >= result["steps"] - 1
+    assert checkpoint.list_complete(measured.run) == []
+    printed = [p.read_text() for p in sorted(measured.logs.glob("*/*/*/stdout.log"))]
+    assert [bool(text) for text in printed] == [True, False, False]
+
+
 def test_a_run_that_is_killed_again_and_again_equals_one_that_never_was(outcomes: dict[str, Outcome], tmp_path: Path) -> None:
     """Begun by threads, killed in a target, in rank 0 while it saves, in a drafter; some micro-batches without anchors."""
     killed = outcomes["killed"]
@@ -84,6 +102,9 @@ def test_a_stopped_rank_is_noticed_named_shown_and_ended(outcomes: dict[str, Out
     assert stacks.count("== rank ") == 3
     assert "act (ranks.py" in stacks.partition("== rank 2 (target-0)")[2]  # where the stopped process stands
     assert checkpoint.list_complete(stopped.run) == ["step-000000"]
+    recorded = {path.name: pickle.loads(path.read_bytes()) for path in stopped.run.glob("collectives_rank_*")}
+    assert recorded.keys() == {"collectives_rank_0", "collectives_rank_1"}  # a stopped process writes nothing
+    assert any(entry["profiling_name"] == "gloo:all_gather" for entry in recorded["collectives_rank_1"]["entries"])
 
 
 def pid_in(error: str) -> str:

@@ -196,3 +196,22 @@ def test_the_controls_print_positive_rates(capsys: pytest.CaptureFixture[str]) -
 def test_controls_that_fail_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controls.sys, "executable", "false")
     assert controls.run(SPEC, tmp_path, "before") == {}
+
+
+def test_a_workload_by_processes_is_a_series_of_its_own_started_by_torchrun() -> None:
+    threads, processes = workload(0), workload(0, engine="processes")
+    assert threads.name != processes.name
+    command = processes.command(Path("out"))
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert command[command.index("--nproc-per-node") + 1] == "3"  # the preset is 1t+2d
+    assert [part for part in command if part not in threads.command(Path("out"))] == [
+        "torch.distributed.run", "--standalone", "--nproc-per-node", "--engine", "processes", "--topology", "1t+2d",
+    ]  # fmt: skip
+    assert preset(threads.preset).topology == "1t+2d"
+    two = workload(8, engine="processes").command(Path("out"))
+    assert two[two.index("--nproc-per-node") + 1] == "8"
+    assert "torch.distributed.run" not in processes.probed_command(Path("out"), Path("r"))
+    with pytest.raises(ConfigError, match="use --gpus 2 or more"):
+        workload(1, engine="processes")
+    with pytest.raises(ConfigError, match="names its --topology"):
+        RunSpec(preset="tiny-cpu", gpus=0, segment_seconds=1.0, engine="processes")

@@ -44,3 +44,21 @@ def test_a_node_without_drafters_still_works_for_the_others() -> None:
 def test_a_world_that_does_not_match_the_topology_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"topology 1t\+2d has 3 workers, torchrun started 4 processes.*--nproc-per-node 3"):
         Roles.assign(Topology(1, 2), (0,) * 4)
+
+
+def test_a_target_of_several_ranks_is_one_target_on_one_node() -> None:
+    roles = Roles.assign(Topology(2, 2), (0, 0, 0, 1, 1, 1), tensor_parallel=2)
+    assert (roles.drafters, roles.targets) == ((0, 3), (1, 4))
+    assert [roles.team(rank) for rank in (1, 2, 4, 5)] == [(1, 2), (1, 2), (4, 5), (4, 5)]
+    assert [roles.worker(rank) for rank in (1, 2, 4, 5)] == ["target-0", "target-0.1", "target-1", "target-1.1"]
+    assert {roles.target_of(n) for n in range(12)} == {1, 4}  # only the first of a team is known to others
+    assert {target for target, _ in roles.pairs} == {1, 4}
+
+
+def test_teams_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"topology 1t\+1d, targets of 2 ranks each, has 3 workers, torchrun started 2 processes"
+    ):
+        Roles.assign(Topology(1, 1), (0, 0), tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"ranks \[2, 3\] of one target lie on several nodes"):
+        Roles.assign(Topology(1, 2), (0, 0, 0, 1), tensor_parallel=2)

@@ -44,6 +44,7 @@ class Doing:
     kind: Kind = "slow"
     text: str = "starting"
     since: float = field(default_factory=time.monotonic)
+    times: WorkerTimes | None = None  # of this worker, once it works
     seconds: dict[Kind, float] = field(default_factory=lambda: {"slow": 0.0, "working": 0.0, "waiting": 0.0})  # until `since`
 
     def spent(self) -> dict[Kind, float]:

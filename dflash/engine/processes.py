@@ -1,14 +1,14 @@
-"""N target and M drafter processes, started by torchrun: the only file that touches process groups.
+"""N target and M drafter processes, started by torchrun: the only file that makes process groups.
 
 Groups: `control` (Gloo, all ranks: grants, headers, Python objects), `data` (all ranks: target states), `drafters` (gradients),
-each used by one kind of traffic so that none waits behind another; the last two are NCCL with one GPU a rank when
-devices are GPUs, else Gloo. The threads that use a group are the main one and the one that receives.
+`team` (a target of several ranks), each used by one kind of traffic so that none waits behind another; all but the first are NCCL
+with one GPU a rank when devices are GPUs, else Gloo. The threads that use a group are the main one and the one that receives.
 
 `joined` is a rank's life: read torchrun's variables, agree with the others, watch each other, connect, run, leave. A failure on
 any rank ends all of them with exit code 1 within the time-out (`dflash.engine.watch`).
 
-Known limits: not run on NCCL. No FSDP2: a drafter, its gradients and its moments fit on each drafter's device. No tensor
-parallel targets: a target fits on one device.
+Known limits: not run on NCCL. A team of target ranks has groups of its own, made one after the other: slow for hundreds of teams.
+Where one of a team stops, the team's others may be named for it, who wait in the middle of their work.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from dflash import events
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.engine.launch import Agreement, Launch, Silent, differences, host
-from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
+from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
-from dflash.engine.transport import ReceivingQueue, SendingQueue, introduce
+from dflash.engine.stacks import record_collectives
+from dflash.engine.transport import ReceivingQueue, introduce
 from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
 from dflash.stopping import Stop, stop_on_signals
 
+MEASURED_BEAT_SECONDS = 0.2  # a measuring run knows what other ranks did as exactly as this
 GROUP_SECONDS = 7 * 24 * 3600.0  # the watch ends what hangs; torch's own limit must not end what is slow
 
 Made = TypeVar("Made")
@@ -60,6 +62,8 @@ class Ranks:
     data: Any
     drafters: Any
     drafters_control: Any  # Gloo, for Python objects
+    team: Any = None  # of a target with several ranks, as `data`; None for other workers
+    team_control: Any = None  # Gloo
 
     @property
     def rank(self) -> int:
@@ -73,8 +77,8 @@ class Ranks:
 
     @property
     def is_target(self) -> bool:
-        """Whether this rank makes target states."""
-        return self.rank in self.roles.targets
+        """Whether this rank makes target states, alone or as one of a team."""
+        return self.rank not in self.roles.drafters
 
     @property
     def worker(self) -> str:
@@ -103,6 +107,18 @@ class Ranks:
     def waits(self) -> Waits | None:
         """Who waited for whom since the last call that gave something; None while that is too short a time."""
         return self.waits_meter.stretch(self.watch.spent())
+
+    @property
+    def target_leader(self) -> int:
+        """The rank that sends for this one's team."""
+        return self.roles.team(self.rank)[0]
+
+    def told_by_target_leader(self, number: int | None) -> int | None:
+        """What the first rank of the team says to all of it: a micro-batch, or the end."""
+        told = torch.tensor([-1 if number is None else number])
+        with _talking():
+            dist.broadcast(told, src=self.target_leader, group=self.team_control)
+        return None if told.item() < 0 else int(told.item())
 
     def gather(self, value: Any) -> list[Any] | None:
         """The objects of all ranks, on rank 0."""
@@ -134,6 +150,24 @@ class Ranks:
         """Replace a tensor of every drafter by the leader's."""
         with _talking():
             dist.broadcast(tensor, src=0, group=self.drafters)
+
+    def shard(self, drafter: Sharing) -> None:
+        """Make the drafters equal to the leader's, and leave each a part of the parameters."""
+        with self.doing.at("slow", "sharding the drafter"):
+            for parameter in drafter.drafter.parameters():
+                self.from_leader(parameter.data)
+            with _talking():
+                drafter.shard(self.drafters, leads=self.leads)
+
+    @contextlib.contextmanager
+    def losing_peers(self) -> Iterator[None]:
+        """What torch.distributed raises inside other work when a connection breaks, as PeerLost."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            raise PeerLost(None, error) from error
 
     def any_drafter(self, flag: bool) -> bool:
         """Whether the flag is set on at least one drafter."""
@@ -173,15 +207,16 @@ class Ranks:
             works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, source, self.data) for t in tensors])
         return _waiting(works, source, *tensors)
 
-    def run_target(self, queue: SendingQueue, worker: TargetWorker) -> WorkerTimes:
+    def run_target(self, queue: Sink, worker: TargetWorker) -> WorkerTimes:
         """Make target states until the drafters want no more."""
-        times = WorkerTimes(worker=self.worker, device=str(self.device))
+        times = self.doing.times = WorkerTimes(worker=self.worker, device=str(self.device))
         with on_device(self.device):
             target_loop(queue, times, worker, self.doing)
         return times
 
     def run_drafter(self, run: DrafterRun, worker: DrafterWorker) -> None:
         """Learn until the last step, or until `finish_step` says so on all drafters."""
+        self.doing.times = run.times
         with on_device(self.device):
             run.queue.start()
             for step in range(run.first_step, run.num_steps):
@@ -191,6 +226,17 @@ class Ranks:
                         break
             with self.doing.at("waiting", "dropping what is no longer wanted"):
                 run.queue.close()
+
+
+class Sharing(Protocol):
+    """A drafter worker that can share its parameters with others."""
+
+    @property
+    def drafter(self) -> nn.Module:
+        """Whose parameters they are."""
+
+    def shard(self, group: Any, *, leads: bool) -> None:
+        """Keep a part of them."""
 
 
 @dataclass(kw_only=True)
@@ -218,9 +264,19 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     agreement = Agreement(store, launch)
     agreement.end_if_refused()
     roles, device, peers = _start(config, launch, agreement)
+    record_collectives()
     doing = Doing()
     seconds = config.engine_timeout_seconds
-    watch = Watch(launch.open_store(), peers, launch.rank, doing, timeout_seconds=seconds, directory=config.output)
+    watch = Watch(
+        launch.open_store(),
+        peers,
+        launch.rank,
+        doing,
+        timeout_seconds=seconds,
+        directory=config.output,
+        nccl=device.type == "cuda",
+        most_beat_seconds=MEASURED_BEAT_SECONDS if config.measure.on else 1.0,
+    )
     with stop_on_signals() as stop:
         watch.start()
         try:
@@ -252,7 +308,8 @@ def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Rol
     if different:
         agreement.end(0, different)
     try:
-        roles = Roles.assign(Topology.parse(config.topology), tuple(one["node"] for one in said))
+        topology = Topology.parse(config.topology)
+        roles = Roles.assign(topology, tuple(one["node"] for one in said), config.target.tensor_parallel)
     except ConfigError as found:
         agreement.end(0, str(found))
     peers = [Peer(rank=rank, worker=roles.worker(rank), host=one["host"], pid=one["pid"]) for rank, one in enumerate(said)]
@@ -311,6 +368,11 @@ def _connect(
         drafters=dist.new_group(drafters, backend=fast, timeout=limit),
         drafters_control=dist.new_group(drafters, backend="gloo", timeout=limit),
     )
+    for target in roles.targets if roles.tensor_parallel > 1 else ():
+        team = roles.team(target)
+        made = [dist.new_group(list(team), backend=backend, timeout=limit) for backend in (fast, "gloo")]
+        if launch.rank in team:
+            ranks.team, ranks.team_control = made
     dist.all_reduce(torch.zeros(1, device=device), group=ranks.data)  # NCCL wants all ranks in a group's first operation
     introduce(ranks, roles)
     return ranks

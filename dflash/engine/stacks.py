@@ -2,6 +2,10 @@
 
 py-spy needs the right to trace processes (root, CAP_SYS_PTRACE, or ptrace_scope 0) and also reads one that is stopped. The
 other way needs the process to run: SIGUSR1 makes it write its stacks to its own stderr.
+
+Beside them lie the last collectives of every rank that could still write, from torch's flight recorder: a pickled dictionary;
+`torchfrtrace` is made for those of NCCL and does not read Gloo's. A rank that wrote nothing leaves the file of an earlier life of
+the run, if there is one. Not run with NCCL.
 """
 
 from __future__ import annotations
@@ -17,7 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
+from torch._C import _distributed_c10d
 
+RECORDED = 2000  # collectives of a process
+RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # torch's name, and its older one
 DUMP_SECONDS = 10.0  # for all of them together, they are read at the same time
 
 
@@ -35,6 +42,19 @@ def write_stacks(processes: Mapping[str, int], path: Path) -> None:
     texts = [f"== {name}, process {processes[name]}\n{_stacks(child, processes[name])}\n" for name, child in running.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(texts), encoding="utf-8")
+
+
+def record_collectives() -> None:
+    """Have torch keep the last collectives of this process, unless a variable says how many. Before process groups are made."""
+    if not any(name in os.environ for name in RECORDER_VARIABLES):
+        os.environ[RECORDER_VARIABLES[0]] = str(RECORDED)
+
+
+def write_collectives(path: Path, *, nccl: bool) -> None:
+    """Write what was recorded of this process to `path`, pickled; nothing where this torch keeps no record."""
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace" if nccl else "_dump_fr_trace", None)
+    if dump is not None:
+        path.write_bytes(dump())
 
 
 def _dump(command: str, pid: int) -> subprocess.Popen[str]:

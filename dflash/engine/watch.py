@@ -17,6 +17,7 @@ Known limits: hangs in `slow` work (loading, compiling, saving, decoding) are no
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -35,7 +36,7 @@ from torch._C._distributed_c10d import Store
 
 from dflash.engine import stacks
 from dflash.engine.launch import Silent
-from dflash.engine.loops import Doing
+from dflash.engine.loops import Doing, WorkerTimes
 from dflash.engine.queue import WorkerFailed
 
 LEAVE_SECONDS = 2.0  # for the main thread to end by itself after a failure
@@ -69,9 +70,19 @@ class Watch:
     """The watching thread of one rank; `start` it once, `stop` it after the last collective."""
 
     def __init__(
-        self, store: Store, peers: Sequence[Peer], rank: int, doing: Doing, *, timeout_seconds: float, directory: Path
+        self,
+        store: Store,
+        peers: Sequence[Peer],
+        rank: int,
+        doing: Doing,
+        *,
+        timeout_seconds: float,
+        directory: Path,
+        most_beat_seconds: float = 1.0,
+        nccl: bool = False,
     ) -> None:
         """`directory` gets the stacks; `store` must be a connection of its own, because waiting calls block it."""
+        self._most_beat_seconds, self._nccl = most_beat_seconds, nccl
         self._store, self._peers, self._me, self._doing = store, peers, peers[rank], doing
         self._timeout_seconds, self._directory = timeout_seconds, directory
         self._stopped, self._main_leaves, self._ended = threading.Event(), threading.Event(), threading.Event()
@@ -86,7 +97,7 @@ class Watch:
     @property
     def beat_seconds(self) -> float:
         """Between two signs of life."""
-        return min(1.0, self._timeout_seconds / BEATS)
+        return min(self._most_beat_seconds, self._timeout_seconds / BEATS)
 
     def start(self) -> None:
         """Begin to look."""
@@ -114,6 +125,11 @@ class Watch:
         """Seconds that each rank has spent with each kind of `Doing`, at its last sign of life. For the main thread."""
         beats = [self._beat_of(peer.rank) for peer in self._peers]
         return [beat["spent"] if beat else None for beat in beats]
+
+    def times(self) -> list[WorkerTimes]:
+        """What the workers of all ranks did until their last sign of life. For the main thread."""
+        beats = [self._beat_of(peer.rank) for peer in self._peers]
+        return [WorkerTimes(**beat["times"]) for beat in beats if beat and beat["times"]]
 
     def _failed(self, error: BaseException) -> Silent:
         cause = error.__cause__ if isinstance(error, WorkerFailed) and error.__cause__ else error
@@ -172,8 +188,9 @@ class Watch:
         self._beats += 1
         doing = self._doing
         seconds = time.monotonic() - doing.since
-        beat = {"count": self._beats, "kind": doing.kind, "text": doing.text, "seconds": seconds, "spent": doing.spent()}
-        self._store.set(f"beat/{self._me.rank}", json.dumps(beat))
+        times = dataclasses.asdict(doing.times) if doing.times else None
+        what = {"kind": doing.kind, "text": doing.text, "seconds": seconds, "spent": doing.spent(), "times": times}
+        self._store.set(f"beat/{self._me.rank}", json.dumps({"count": self._beats, **what}))
 
     def _look(self) -> dict[str, Any] | None:
         seconds = time.monotonic() - self._doing.since
@@ -260,6 +277,8 @@ class Watch:
 
     def _end_together(self, failure: dict[str, Any]) -> None:
         host = self._me.host
+        with contextlib.suppress(OSError, RuntimeError):
+            stacks.write_collectives(self._directory / f"collectives_rank_{self._me.rank}", nccl=self._nccl)
         path = self._directory / f"stacks-{host}.txt"
         if self._store.add(f"dumps/{host}", 1) == 1:
             local = {f"rank {peer.rank} ({peer.worker})": peer.pid for peer in self._peers if peer.host == host}
@@ -273,8 +292,9 @@ class Watch:
         self._store.wait([f"dumped/{host}"], timedelta(seconds=2 * stacks.DUMP_SECONDS))
         if failure["by"] == self._me.rank:
             sys.stderr.write(
-                f"error: {failure['text']}. Stacks of all ranks: {self._directory}/stacks-HOST.txt. Checkpoints that were "
-                f"saved are whole: torchrun --max-restarts starts again from the last one, and so does --resume\n"
+                f"error: {failure['text']}. Stacks of all ranks: {self._directory}/stacks-HOST.txt, last collectives: "
+                f"{self._directory}/collectives_rank_N. Checkpoints that were saved are whole: "
+                f"torchrun --max-restarts starts again from the last one, and so does --resume\n"
             )
             sys.stderr.flush()
 

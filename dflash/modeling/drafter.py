@@ -118,6 +118,13 @@ class Layer(nn.Module):
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
+    def with_context(
+        self, x: Tensor, cos: Tensor, sin: Tensor, fused: Tensor, context_cos: Tensor, context_sin: Tensor, mask: Mask
+    ) -> Tensor:
+        """`forward`, with the context's keys and values computed here, from the fused features [R, S, H]."""
+        context = self.self_attn.keys_and_values(fused, context_cos, context_sin)
+        return Layer.forward(self, x, cos, sin, context, mask)
+
 
 class Drafter(nn.Module):
     """The trained model. Weights are drawn from `generator` (on its device), or as if from seed 0: never from global state."""
@@ -171,6 +178,19 @@ class Drafter(nn.Module):
     def forward(self, embeds: Tensor, block_positions: Tensor, features: Tensor, context_positions: Tensor, mask: Mask) -> Tensor:
         """The training step's forward: `project_context`, then `block_forward`. Returns [R, Q, H]."""
         return self.block_forward(embeds, block_positions, self.project_context(features, context_positions), mask)
+
+    def forward_by_layers(
+        self, embeds: Tensor, block_positions: Tensor, features: Tensor, context_positions: Tensor, mask: Mask
+    ) -> Tensor:
+        """`forward`, in an order in which each layer's weights are used at one time only."""
+        fused = self.hidden_norm(self.fc(features))
+        context_cos, context_sin = self.rotary(context_positions)
+        cos, sin = self.rotary(block_positions)
+        x = embeds
+        for layer in self._own_layers():
+            x = layer.with_context(x, cos, sin, fused, context_cos, context_sin, mask)
+        out: Tensor = self.norm(x)
+        return out
 
 
 def block_inputs(batch: PackedBatch, mask_token_id: int, block_size: int) -> tuple[Tensor, Tensor]:

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from dflash.batch import PackedBatch
 from dflash.config import ConfigError
 from dflash.modeling.anatomy import text_config, text_decoder
 from dflash.modeling.feature_layers import check_layer_ids
+from dflash.modeling.tensor_parallel import split
 
 Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -68,6 +70,10 @@ class TargetRunner:
         if compiled is not None:
             for layer in layers:
                 layer.forward = compiled(layer.forward)
+
+    def split(self, plan: dict[str, str], group: ProcessGroup, device: torch.device) -> None:
+        """Keep one rank's part of the target and run it on `device`, together with the other ranks of the group."""
+        split(self.decoder, plan, group, device)
 
     def run(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         """Features [R, S, K*H] in the target's dtype, and the head's input [R, S, H] if it was asked for.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from regression.bench.settings import Settings
-from regression.child import ChildFailed, run_to_success
+from regression.child import HERE, ChildFailed, Place, run_to_success
 from regression.cold_starts import FULL_SPEED
 
 TIMEOUT_SECONDS = 280.0
@@ -59,20 +59,23 @@ def train(
     segments: int = 1,
     cache: Path | None = None,
     before: Sequence[str] = (),
+    more: Sequence[str] = (),
+    place: Place = HERE,
 ) -> Run:
     """Train in a fresh process for `segments` segments of `seconds` once it is steady; files go to the new `directory`.
 
     Compiled code is kept in `cache`, or where torch keeps it, warm if other benches have run. `before` stands between Python
-    and the trainer's module. Raises ChildFailed on any exit code but 0, or without a result.
+    and the trainer's module, `more` after its flags, which it overrides.
+    Raises ChildFailed on any exit code but 0, or without a result.
     """
     directory.mkdir(parents=True)
     run = directory / "run"
-    command = [sys.executable, *before, "-m", "dflash", "train", *settings.train_flags(), "--output", str(run)]
+    command = [sys.executable, *before, "-m", "dflash", "train", *settings.train_flags(), *more, "--output", str(run)]
     command += ["--optim.steps", str(STEPS), "--measure", *(("--compile.cache", str(cache)) if cache else ())]
     command += ["--measure.segments", str(segments), "--measure.segment-seconds", str(seconds)]
     started = time.time()
     try:
-        run_to_success(command, log=directory / "stderr.log", timeout_seconds=TIMEOUT_SECONDS)
+        run_to_success(command, log=directory / "stderr.log", timeout_seconds=TIMEOUT_SECONDS, place=place)
     except ChildFailed:
         if not (run / "result.json").exists():  # fxprobe's exit code tells of findings, which are not the question here
             raise
