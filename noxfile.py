@@ -104,10 +104,13 @@ def otava(session: nox.Session) -> None:
 
 @nox.session(requires=["environment"], default=False)
 def interop(session: nox.Session) -> None:
-    """Compare exports with what z-lab's code and speculators make of them, in an environment that holds their packages."""
+    """Compare drafters with what z-lab's code, speculators and SpecForge make of them, in an environment that holds them."""
     if isinstance(session.virtualenv, PassthroughEnv):
         session.error("z-lab's dflash needs an environment of its own: run without --no-venv")
     session.install("dflash[local]==0.1.0", "speculators==0.9.0")
+    session.install(
+        "--no-deps", "specforge==0.2.0"
+    )  # its own dependencies bring SGLang; the drafter needs torch and transformers
     # Not used here, but transformers imports them if they are there, and they fail beside another build of torch.
     session.run("python", "-m", "pip", "uninstall", "--yes", "--quiet", "torchvision", "torchaudio")
     _run(session, "-m", "fixtures.interop", "--python", str(Path(session.bin) / "python"), *session.posargs)

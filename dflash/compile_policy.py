@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._functorch.config as functorch
 from torch import nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.backends.registry import lookup_backend
@@ -43,6 +44,7 @@ KINDS = 2  # training and validation
 COMPILES_PER_KIND = 2  # Dynamo may split a guard once
 _ISOLATED = frozenset({"prewarm", "isolate"})
 _FORCE = "force_compile_during_fx_trace"
+_BUDGET = "activation_memory_budget"
 
 
 class RecompileError(RuntimeError):
@@ -64,6 +66,9 @@ class CompilePolicy:
         self._settings: dict[str, Any] = {
             "recompile_limit": max(dynamo.recompile_limit, KINDS * COMPILES_PER_KIND * num_drafters)
         }
+        self._partitioning: dict[str, Any] = {_BUDGET: config.activation_memory} if config.activation_memory < 1 else {}
+        if self._partitioning and not hasattr(functorch, _BUDGET):
+            raise ConfigError(f"compile.activation-memory: torch {torch.__version__} has no {_BUDGET}; leave it at 1")
         if config.policy == "force":
             if not hasattr(dynamo, _FORCE):
                 raise ConfigError(f"compile.policy force: torch {torch.__version__} has no {_FORCE}; use prewarm or isolate")
@@ -95,7 +100,8 @@ class CompilePolicy:
 
         Raises ConfigError when the isolation that the policy needs cannot be had.
         """
-        with without_gpu_guard(), self._isolation(), dynamo.patch(**self._settings), self._counts.watching():
+        partitioning = functorch.patch(**self._partitioning)
+        with without_gpu_guard(), self._isolation(), dynamo.patch(**self._settings), partitioning, self._counts.watching():
             yield
 
     @contextlib.contextmanager
@@ -104,9 +110,10 @@ class CompilePolicy:
         with contextlib.ExitStack() as undo:
             if self.config.policy != "none":
                 # Only where they are not seen: threads that patch settings of the process undo each other (F10).
-                unseen = {name: value for name, value in self._settings.items() if getattr(dynamo, name) != value}
-                if unseen:
-                    undo.enter_context(dynamo.patch(**unseen))
+                for module, settings in ((dynamo, self._settings), (functorch, self._partitioning)):
+                    unseen = {name: value for name, value in settings.items() if getattr(module, name) != value}
+                    if unseen:
+                        undo.enter_context(module.patch(**unseen))
                 self._verify()
             if self.config.policy in _ISOLATED:
                 undo.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -192,11 +199,13 @@ class CompilePolicy:
                 raise
 
     def _verify(self) -> None:
-        wrong = {name: getattr(dynamo, name) for name, value in self._settings.items() if getattr(dynamo, name) != value}
+        expected = self._settings | self._partitioning
+        found = {name: getattr(dynamo if name in self._settings else functorch, name) for name in expected}
+        wrong = {name: value for name, value in found.items() if value != expected[name]}
         if wrong:
             raise ConfigError(
                 f"Dynamo's settings do not hold in thread {threading.current_thread().name}: found {wrong}, "
-                f"expected {self._settings}; something else in this process sets them"
+                f"expected {expected}; something else in this process sets them"
             )
 
 

@@ -148,8 +148,13 @@ class CompileConfig:
     backend: str = "inductor"
     target: bool = False  # compile the target's layers, too (dflash.modeling.runner)
     loss: bool = False  # compile the scoring of logits, too (dflash.modeling.head_scores)
+    activation_memory: float = 1.0  # of drafters: 1 keeps what is fastest for backward, 0 as little as can be (torch's budget)
     allow_recompiles: tuple[str, ...] = ()  # names of functions that may compile after warm-up
     cache: Path | None = None  # directory for compiled code, see dflash/compile_cache.py; None: torch's own place
+
+    def __post_init__(self) -> None:
+        share = self.activation_memory
+        _require(0 <= share <= 1, f"compile.activation-memory is {share}: use a number from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from diagnostics.records import Finding
 _POLL_SECONDS = 0.2
 _UNSEEN_AFTER_SECONDS = 2.0  # a Python process of this age without a journal is not watched
 _SECONDS_BETWEEN_HANG_CHECKS = 1.0
+_COMPILE_WORKER = "/torch/_inductor/compile_worker/"  # torch starts these with a PYTHONPATH of its own
 _INJECT = Path(__file__).parent / "inject"
 
 
@@ -185,14 +186,21 @@ class _Watcher:
         records = read_journals(self.directory)
         processes = tuple(record for record in records if record.torch is not None)
         journals = {record.pid for record in records}
-        missing = [f"{command} (pid {pid})" for pid, command in self._python.items() if pid not in journals]
-        unseen = [f"a Python process without our environment: {what}" for what in missing]
+        missing = {pid: command for pid, command in self._python.items() if pid not in journals}
+        workers = {pid for pid, command in missing.items() if _COMPILE_WORKER in command}
+        unseen = [
+            f"a Python process without our environment: {command} (pid {pid})"
+            for pid, command in missing.items()
+            if pid not in workers
+        ]
         if not processes:
             unseen.append("no process of the program imported torch: there was nothing to observe")
         for record in processes:
             unseen += [_of(record, processes, seen.name) for seen in record.observations if seen.kind == "not_observed"]
         notes = [_of(record, processes, seen.name) for record in processes for seen in record.observations if seen.kind == "note"]
         notes += [_of(record, processes, sentence) for record in processes for sentence in self._end_notes(record)]
+        if workers:
+            notes.append(f"{len(workers)} compile workers of Inductor were not watched: they run nothing of the program")
         if code < 0:
             notes.append(f"the program was ended by {signal.Signals(-code).name}; what was seen until then is reported")
         return Outcome(

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._functorch.config as functorch
 import torch.fx
 from torch import nn
 from torch._dynamo import config as dynamo
@@ -304,3 +305,49 @@ def test_force_is_refused_where_torch_has_no_such_setting(monkeypatch: pytest.Mo
     monkeypatch.setattr(compile_policy, "_FORCE", "force_nothing")
     with pytest.raises(ConfigError, match="has no force_nothing; use prewarm or isolate"):
         make(policy="force")
+
+
+def test_backward_keeps_less_and_gives_the_same_where_memory_is_asked_for() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.down(nn.functional.silu(self.up(x)).square().sin())
+            return out
+
+    mlp, kept, gradients = Mlp(), [], []
+    for share in (1.0, 0.0):
+        torch._dynamo.reset()
+        policy = make(policy="prewarm", backend="aot_eager_decomp_partition", activation_memory=share)
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        call = policy.compiled(mlp)
+        with policy.watching(), policy.in_worker(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = call(torch.linspace(-1, 1, 256 * 64).view(256, 64)).square().sum()
+        gradients.append(torch.autograd.grad(loss, list(mlp.parameters())))
+        kept.append(sum(sizes.values()))
+    assert kept[1] < kept[0]
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_the_memory_budget_holds_in_every_worker_and_nowhere_else() -> None:
+    before, seen = functorch.activation_memory_budget, []
+    policy = make(activation_memory=0.5)
+
+    def work() -> None:
+        with policy.in_worker():
+            seen.append(functorch.activation_memory_budget)
+
+    with policy.watching():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert (seen, functorch.activation_memory_budget) == ([0.5], before)
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        CompileConfig(activation_memory=1.5)

@@ -125,6 +125,33 @@ def test_a_child_that_cannot_be_watched_is_said(run: Run, tmp_path: Path, monkey
     assert "a Python process without our environment: -E -c" in run.stderr
 
 
+def test_compile_workers_of_inductor_run_nothing_of_the_program(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, look = tmp_path / "seen", session._Watcher.look
+    os.mkfifo(seen)
+
+    def looks(watcher: session._Watcher, pid: int) -> None:
+        look(watcher, pid)
+        if seen.exists() and any("compile_worker" in command for command in watcher._python.values()):
+            seen.write_text("")  # opens the program's read
+            seen.unlink()
+
+    monkeypatch.setattr(session._Watcher, "look", looks)
+    monkeypatch.setattr(session, "_UNSEEN_AFTER_SECONDS", 0.0)
+    code = run(
+        f"""
+        import torch
+        from torch._inductor.compile_worker.subproc_pool import SubprocPool
+        pool = SubprocPool(1)
+        open({str(seen)!r}).read()
+        pool.shutdown()
+        """
+    )
+    assert code == 0
+    assert "compile workers of Inductor were not watched" in run.stderr
+
+
 def test_a_journal_that_cannot_be_written_is_said_once_and_the_program_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from fixtures import upstream
 from fixtures.upstream import Outcomes
 
 TESTS = """
-import os, pytest
+import os, pathlib, pytest
 from dflash.fx import isolation
 def test_passes(): pass
 def test_fails(): assert False
@@ -24,6 +24,13 @@ def test_fails_as_expected(): assert False
 def broken(): raise ValueError
 def test_has_a_broken_fixture(broken): pass
 def test_left_out(): pass
+def test_fails_elsewhere():
+    if isolation.is_isolated(): raise ValueError
+    raise ValueError
+def test_finds_nothing_that_the_other_run_compiled():
+    place = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "compiled")
+    assert not place.exists()
+    place.mkdir(parents=True)
 def test_ends_an_isolated_process():
     if isolation.is_isolated(): os._exit(3)
 """
@@ -37,22 +44,31 @@ def checkout(path: Path, text: str) -> Path:
     return path
 
 
-def test_every_outcome_is_compared_and_a_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_outcome_is_compared_and_a_difference_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     file = tmp_path / "out.json"
     code = upstream.main([str(checkout(tmp_path, TESTS)), "--only", "fx/", "--json", str(file), "-k", "not left_out"])
     (found,) = json.loads(file.read_text())["files"]
     assert {test.removeprefix(f"{NAME}::test_"): outcome for test, outcome in found["isolated"].items()} == {
         "passes": "passed",
-        "fails": "failed",
+        "fails": "failed: AssertionError at test_some.py:5",
         "is_skipped": "skipped",
-        "fails_as_expected": "skipped as expected",
-        "has_a_broken_fixture": "error",
+        "fails_as_expected": "skipped as expected: AssertionError at test_some.py:9",
+        "fails_elsewhere": "failed: ValueError at test_some.py:15",
+        "has_a_broken_fixture": "error: ValueError at test_some.py:11",
+        "finds_nothing_that_the_other_run_compiled": "passed",
         "ends_an_isolated_process": "crash",
     }
     test = f"{NAME}::test_ends_an_isolated_process"
-    assert found["without"] == {**found["isolated"], test: "passed"}
-    assert found["differences"] == {test: ["passed", "crash"]}
-    assert f"{test}: passed without, crash isolated" in capsys.readouterr().out
+    elsewhere = f"{NAME}::test_fails_elsewhere"
+    places = [f"failed: ValueError at test_some.py:{line}" for line in (16, 15)]
+    assert found["without"] == {**found["isolated"], test: "passed", elsewhere: places[0]}
+    assert found["differences"] == {test: ["passed", "crash"], elsewhere: places}
+    said = capsys.readouterr().out
+    assert "1 error, 2 failed, 3 passed, 1 skipped," in said
+    assert f"{test}: passed without, crash isolated" in said
     assert code == 1
 
 

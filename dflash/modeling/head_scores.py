@@ -70,7 +70,10 @@ def score_for_fp8(logits: Tensor, labels: Tensor, _teacher: Tensor | None, softc
     others = torch.arange(logits.shape[-1], device=logits.device) != labels
     likelihood = exact.log_likelihood.unsqueeze(-1)
     row_scale = (peak - wide.gather(1, labels) + likelihood).exp() / LARGEST  # the likeliest token's probability
-    return exact._replace(by_logits=(relative * others * LARGEST).to(FP8), row_scale=row_scale)
+    by_logits = (relative * others * LARGEST).to(FP8)
+    return Scores(
+        exact.loss, exact.log_likelihood, exact.correct, by_logits, exact.by_label, row_scale
+    )  # Dynamo knows no _replace
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

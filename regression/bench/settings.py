@@ -22,12 +22,13 @@ from dflash.presets import qwen3_8b
 from regression.bench.figures import Result
 
 SHAPES = ("qwen3-8b", "tiny")
-LEVERS = {
+LEVERS = {  # flags of the trainer
     "loss": "--compile.loss",
     "target": "--compile.target",
     "copies": "--optim.bf16-copies",
     "fp8": "--loss.fp8-head",
-}  # flags of the trainer
+    "memory": "--compile.activation-memory=0.75",
+}
 CPU_BACKEND = "aot_eager"  # compiles in a second: on a CPU a bench shows that it runs, not how fast
 
 
@@ -94,7 +95,12 @@ class Settings:
         return [*flags, *(LEVERS[lever] for lever in self.levers)]
 
     def _with_levers(self, config: RunConfig) -> RunConfig:
-        compiling = dataclasses.replace(config.compile, loss="loss" in self.levers, target="target" in self.levers)
+        compiling = dataclasses.replace(
+            config.compile,
+            loss="loss" in self.levers,
+            target="target" in self.levers,
+            activation_memory=0.75 if "memory" in self.levers else 1.0,
+        )
         updating = dataclasses.replace(config.optim, bf16_copies="copies" in self.levers)
         losing = dataclasses.replace(config.loss, fp8_head="fp8" in self.levers)
         return dataclasses.replace(config, compile=compiling, optim=updating, loss=losing)
