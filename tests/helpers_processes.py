@@ -114,9 +114,7 @@ def scenarios(base: Path) -> dict[str, dict[str, Any]]:
     offline = make_config(base / "offline" / "run", topology="0t+2d", data={"features": base / "features"})
     faulty = interrupted(base / "faulty" / "run", topology="1t+2d")
     killed = interrupted(base / "killed" / "run", topology="1t+2d")
-    shard = sharded(
-        base, output=base / "sharded" / "run", topology="1t+2d", compile={"policy": "prewarm", "backend": "aot_eager"}
-    )
+    shard = sharded(base, output=base / "sharded" / "run", topology="1t+2d")
     dying = make_config(base / "sharded-killed" / "run", topology="1t+2d")
     return {
         "whole": one("whole", whole, "--transport.checksums"),
