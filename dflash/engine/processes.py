@@ -7,8 +7,8 @@ with one GPU a rank when devices are GPUs, else Gloo. The threads that use a gro
 `joined` is a rank's life: read torchrun's variables, agree with the others, watch each other, connect, run, leave. A failure on
 any rank ends all of them with exit code 1 within the time-out (`dflash.engine.watch`).
 
-Known limits: NCCL has run on two GPUs, without teams. A team of target ranks has groups of its own, made one after the other: slow for hundreds of teams.
-Where one of a team stops, the team's others may be named for it, who wait in the middle of their work.
+Known limits: NCCL has run on two GPUs, without teams. A team of target ranks has groups of its own, made one after the other:
+slow for hundreds of teams. Where one of a team stops, another of it may be named, who waits in the middle of its work.
 """
 
 from __future__ import annotations
