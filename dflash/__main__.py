@@ -25,7 +25,8 @@ from safetensors import SafetensorError
 from dflash import checkpoint, events, presets
 from dflash.checking.settings import CheckConfig
 from dflash.checkpoint import CheckpointError
-from dflash.config import ConfigError, EvaluateConfig, PrepareConfig, RunConfig, TargetConfig
+from dflash.command_config import EvaluateConfig, PrepareConfig
+from dflash.config import ConfigError, RunConfig, TargetConfig
 from dflash.data.examples import DataError
 from dflash.data.meta import PrepareFailed
 from dflash.engine.queue import WorkerFailed

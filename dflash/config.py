@@ -25,10 +25,11 @@ MAX_BUDGET = 4096  # nodes of a draft tree; verifying M of them attends from M+1
 
 def check_budget(budget: int) -> None:
     """Raise ConfigError unless a draft tree can have so many nodes."""
-    _require(1 <= budget <= MAX_BUDGET, f"a tree budget is {budget}: use 1 to {MAX_BUDGET} nodes, or no budget for a chain")
+    require(1 <= budget <= MAX_BUDGET, f"a tree budget is {budget}: use 1 to {MAX_BUDGET} nodes, or no budget for a chain")
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError with `message` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
@@ -45,7 +46,7 @@ class TargetConfig:
     tensor_parallel: int = 1  # processes: ranks, each with a device, that hold one target together
 
     def __post_init__(self) -> None:
-        _require(self.tensor_parallel >= 1, f"target.tensor-parallel is {self.tensor_parallel}: use at least 1")
+        require(self.tensor_parallel >= 1, f"target.tensor-parallel is {self.tensor_parallel}: use at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,11 @@ class DrafterConfig:
     init: Literal["random", "target"] = "random"  # "target": copies of its first layers (dflash.modeling.warm_start)
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.block_size >= 2, f"drafter.block_size is {self.block_size}: a block needs an anchor and a mask, use at least 2"
         )
-        _require(self.num_layers >= 1, f"drafter.num_layers is {self.num_layers}: use at least 1")
-        _require(self.num_features >= 1, f"drafter.num_features is {self.num_features}: use at least 1")
+        require(self.num_layers >= 1, f"drafter.num_layers is {self.num_layers}: use at least 1")
+        require(self.num_features >= 1, f"drafter.num_features is {self.num_features}: use at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +88,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "rows_per_batch", "num_anchors", "min_supervised_tokens"):
-            _require(getattr(self, name) >= 1, f"data.{name.replace('_', '-')} is {getattr(self, name)}: use at least 1")
-        _require(self.validation_batches >= 0, "data.validation-batches is negative: use 0 for none")
+            require(getattr(self, name) >= 1, f"data.{name.replace('_', '-')} is {getattr(self, name)}: use at least 1")
+        require(self.validation_batches >= 0, "data.validation-batches is negative: use 0 for none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +103,10 @@ class LossConfig:
     fp8_head: bool = False  # GPUs: train through the frozen head in fp8 (dflash.modeling.fp8_head)
 
     def __post_init__(self) -> None:
-        _require(self.gamma is None or self.gamma > 0, f"loss.gamma is {self.gamma}: use a positive number or None")
-        _require(0 < self.dpace_alpha <= 1, f"loss.dpace-alpha is {self.dpace_alpha}: use a number in (0, 1]")
-        _require(self.chunk_tokens >= 1, f"loss.chunk-tokens is {self.chunk_tokens}: use at least 1")
-        _require(not (self.fp8_head and self.kind == "kl"), "loss.fp8-head works with ce and dpace, not with kl: leave one out")
+        require(self.gamma is None or self.gamma > 0, f"loss.gamma is {self.gamma}: use a positive number or None")
+        require(0 < self.dpace_alpha <= 1, f"loss.dpace-alpha is {self.dpace_alpha}: use a number in (0, 1]")
+        require(self.chunk_tokens >= 1, f"loss.chunk-tokens is {self.chunk_tokens}: use at least 1")
+        require(not (self.fp8_head and self.kind == "kl"), "loss.fp8-head works with ce and dpace, not with kl: leave one out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,16 +127,16 @@ class OptimConfig:
     bf16_copies: bool = False  # GPUs: multiply by bf16 copies of the matrices, made once a step (dflash.flat)
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 1, f"optim.steps is {self.steps}: use at least 1")
-        _require(self.batches_per_step >= 1, f"optim.batches-per-step is {self.batches_per_step}: use at least 1")
+        require(self.steps >= 1, f"optim.steps is {self.steps}: use at least 1")
+        require(self.batches_per_step >= 1, f"optim.batches-per-step is {self.batches_per_step}: use at least 1")
         for name in ("learning_rate", "clip"):
             value = getattr(self, name)
-            _require(math.isfinite(value) and value > 0, f"optim.{name.replace('_', '-')} is {value}: use a positive number")
-        _require(0 <= self.weight_decay < math.inf, f"optim.weight-decay is {self.weight_decay}: use 0 or a positive number")
+            require(math.isfinite(value) and value > 0, f"optim.{name.replace('_', '-')} is {value}: use a positive number")
+        require(0 <= self.weight_decay < math.inf, f"optim.weight-decay is {self.weight_decay}: use 0 or a positive number")
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"optim.{name} is {getattr(self, name)}: use a number in [0, 1)")
+            require(0 <= getattr(self, name) < 1, f"optim.{name} is {getattr(self, name)}: use a number in [0, 1)")
         for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
-            _require(
+            require(
                 0 <= getattr(self, name) <= 1, f"optim.{name.replace('_', '-')} is {getattr(self, name)}: use a number in [0, 1]"
             )
 
@@ -154,7 +155,7 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         share = self.activation_memory
-        _require(0 <= share <= 1, f"compile.activation-memory is {share}: use a number from 0 to 1")
+        require(0 <= share <= 1, f"compile.activation-memory is {share}: use a number from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +168,8 @@ class CheckpointConfig:
     keep_best: bool = True  # by held-out teacher-forced acceptance, or by loss without validation
 
     def __post_init__(self) -> None:
-        _require(self.every_steps >= 1, f"checkpoint.every-steps is {self.every_steps}: use at least 1")
-        _require(self.keep_last >= 1, f"checkpoint.keep-last is {self.keep_last}: use at least 1")
+        require(self.every_steps >= 1, f"checkpoint.every-steps is {self.every_steps}: use at least 1")
+        require(self.keep_last >= 1, f"checkpoint.keep-last is {self.keep_last}: use at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,7 @@ class TelemetryConfig:
 
     def __post_init__(self) -> None:
         for name in ("log_every_steps", "queue_items"):
-            _require(getattr(self, name) >= 1, f"telemetry.{name.replace('_', '-')} is {getattr(self, name)}: use at least 1")
+            require(getattr(self, name) >= 1, f"telemetry.{name.replace('_', '-')} is {getattr(self, name)}: use at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +198,9 @@ class AcceptanceConfig:
 
     def __post_init__(self) -> None:
         for name in ("estimate_every_steps", "decode_every_steps"):
-            _require(getattr(self, name) >= 0, f"acceptance.{name.replace('_', '-')} is negative: use 0 for never")
+            require(getattr(self, name) >= 0, f"acceptance.{name.replace('_', '-')} is negative: use 0 for never")
         for name in ("estimate_blocks", "decode_prompts", "decode_tokens"):
-            _require(getattr(self, name) >= 1, f"acceptance.{name.replace('_', '-')} is {getattr(self, name)}: use at least 1")
+            require(getattr(self, name) >= 1, f"acceptance.{name.replace('_', '-')} is {getattr(self, name)}: use at least 1")
         for budget in self.budgets:
             check_budget(budget)
 
@@ -222,13 +223,13 @@ class MeasureConfig:
     burn_share: float = 0.0  # a planted slowdown: this part of the time is burned, to see that it is noticed
 
     def __post_init__(self) -> None:
-        _require(self.segments >= 1, f"measure.segments is {self.segments}: use at least 1")
+        require(self.segments >= 1, f"measure.segments is {self.segments}: use at least 1")
         seconds = self.segment_seconds
-        _require(seconds is None or 0 < seconds < math.inf, f"measure.segment-seconds is {seconds}: use a positive number")
-        _require(0 < self.warmup_segments < math.inf, f"measure.warmup-segments is {self.warmup_segments}: use a positive number")
-        _require(0 <= self.burn_share <= 0.9, f"measure.burn-share is {self.burn_share}: use a number from 0 to 0.9")
+        require(seconds is None or 0 < seconds < math.inf, f"measure.segment-seconds is {seconds}: use a positive number")
+        require(0 < self.warmup_segments < math.inf, f"measure.warmup-segments is {self.warmup_segments}: use a positive number")
+        require(0 <= self.burn_share <= 0.9, f"measure.burn-share is {self.burn_share}: use a number from 0 to 0.9")
         changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        _require(
+        require(
             self.on or not changed, f"measure.{''.join(changed[:1]).replace('_', '-')} has no meaning without --measure: add it"
         )
 
@@ -244,10 +245,10 @@ class Topology:
     def parse(cls, text: str) -> Self:
         """Read `5t+3d`; `0t+3d` reads features from disk. Raises ConfigError on anything else."""
         match = re.fullmatch(r"(\d+)t\+(\d+)d", text)
-        _require(match is not None, f"topology {text!r} is not of the form Nt+Md, for example 1t+2d")
+        require(match is not None, f"topology {text!r} is not of the form Nt+Md, for example 1t+2d")
         assert match is not None
         topology = cls(int(match[1]), int(match[2]))
-        _require(topology.drafters >= 1, f"topology {text!r} needs at least one drafter")
+        require(topology.drafters >= 1, f"topology {text!r} needs at least one drafter")
         return topology
 
     def __str__(self) -> str:
@@ -282,23 +283,23 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         targets = Topology.parse(self.topology).targets
-        _require(
+        require(
             targets >= 1 or self.data.features is not None,
             f"topology {self.topology!r} needs at least 1t, or --data.features with what `python -m dflash capture` wrote",
         )
-        _require(
+        require(
             targets == 0 or self.data.features is None,
             f"topology {self.topology!r} has targets that --data.features leaves without work: use 0t+Md, or leave it out",
         )
-        _require(
+        require(
             self.data.sequence_length > self.drafter.block_size,
             f"data.sequence-length {self.data.sequence_length} is too short for a block of {self.drafter.block_size}",
         )
-        _require(self.cpu_threads >= 1, f"cpu-threads is {self.cpu_threads}: use at least 1")
+        require(self.cpu_threads >= 1, f"cpu-threads is {self.cpu_threads}: use at least 1")
         seconds = self.engine_timeout_seconds
-        _require(0 < seconds < math.inf, f"engine-timeout-seconds is {seconds}: use a positive number")
+        require(0 < seconds < math.inf, f"engine-timeout-seconds is {seconds}: use a positive number")
         if self.engine == "processes":
-            _require(
+            require(
                 self.devices in ("cpu", "cuda"),
                 f"devices is {self.devices!r}: every process of --engine processes has one device of its own, use cpu or cuda",
             )
@@ -309,128 +310,30 @@ class RunConfig:
 
     def _check_tensor_parallel(self) -> None:
         ways = f"target.tensor-parallel {self.target.tensor_parallel}"
-        _require(self.engine == "processes", f"{ways} is for --engine processes: a rank for each part of a target")
-        _require(self.data.features is None, f"{ways} has no meaning with --data.features: no target runs")
-        _require(not self.compile.target, f"{ways}: a target in parts is not compiled, leave --compile.target out")
+        require(self.engine == "processes", f"{ways} is for --engine processes: a rank for each part of a target")
+        require(self.data.features is None, f"{ways} has no meaning with --data.features: no target runs")
+        require(not self.compile.target, f"{ways}: a target in parts is not compiled, leave --compile.target out")
 
     def _check_fully_shard(self) -> None:
         drafters, per_step = Topology.parse(self.topology).drafters, self.optim.batches_per_step
-        _require(self.engine == "processes", "--fully-shard is for --engine processes, threads of a process have no FSDP2")
-        _require(
+        require(self.engine == "processes", "--fully-shard is for --engine processes, threads of a process have no FSDP2")
+        require(
             drafters >= 2, f"--fully-shard with topology {self.topology!r}: one drafter has nobody to share with, leave it out"
         )
-        _require(
+        require(
             per_step % drafters == 0,
             f"--fully-shard with {drafters} drafters and optim.batches-per-step {per_step}: they work on micro-batches at one "
             f"time, use a multiple of {drafters}",
         )
-        _require(not self.optim.bf16_copies, "--fully-shard gathers weights in bf16 itself: leave --optim.bf16-copies out")
-        _require(
+        require(not self.optim.bf16_copies, "--fully-shard gathers weights in bf16 itself: leave --optim.bf16-copies out")
+        require(
             self.acceptance.decode_every_steps == 0,
             "--fully-shard leaves no drafter whole to decode with: use --acceptance.decode-every-steps 0, and evaluate later",
         )
-        _require(
+        require(
             self.compile.policy in ("prewarm", "eager"),
             f"--fully-shard with compile.policy {self.compile.policy!r}: its drafters compile together, use prewarm or eager",
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareConfig:
-    """`python -m dflash prepare`: prompts in, conversations answered by the target out."""
-
-    prompts: str = ""  # file, directory, pattern or URL of JSONL or Parquet; saved data set; hub name (dflash.data.sources)
-    output: Path
-    audit: bool = False  # look at the prepared data (dflash.data.audit), also when it is there already
-    target: TargetConfig = field(default_factory=TargetConfig)
-    prompt_field: str | None = None  # column of text or messages; None: recognised by its name (dflash.data.layouts)
-    split: str = "train"  # only for data sets
-    turns: Literal["last", "each"] = "last"  # each: every user turn of a conversation is answered, after the turns before it
-    limit: int | None = None
-    max_prompt_tokens: int = 2048  # longer prompts are skipped, counted and listed
-    max_new_tokens: int = 1024
-    temperature: float = 0.0  # 0: greedy
-    batch_size: int = 32
-    heldout_fraction: float = 0.05  # of the prompts, chosen by a hash of the prompt
-    enable_thinking: bool = False  # passed to the chat template
-    device: str = "cpu"
-    cpu_threads: int = 1  # intra-op threads when the device is a CPU; many are slower than one where other programs run
-    seed: int = 0
-    server: str | None = None  # root of an OpenAI-compatible API that runs the target, http://HOST:8000/v1; None: this process
-    server_model: str | None = None  # its name there; None: the only one that the server has
-    server_api: Literal["completions", "chat"] = "completions"  # completions: asked in tokens, which no template there can change
-    server_extras: bool = True  # ask for token ids and plain sampling in vLLM's and SGLang's words; off: OpenAI's words only
-    server_concurrency: int = 32  # requests under way at one time
-    server_requests_per_second: float | None = None
-    server_timeout_seconds: float = 600.0  # of one request
-    server_retries: int = 6  # of one question, after the first try
-    server_backoff_seconds: float = 1.0  # before the first retry; doubles each time, at most 60
-    server_max_unanswered: float = 0.01  # of the questions; with more nothing is published
-    server_key_variable: str | None = None  # name of the environment variable that holds the API key
-
-    def __post_init__(self) -> None:
-        self._check_server()
-        _require(0 <= self.heldout_fraction < 1, f"heldout-fraction is {self.heldout_fraction}: use a number in [0, 1)")
-        _require(self.limit is None or self.limit >= 1, f"limit is {self.limit}: use at least 1, or leave it out")
-        _require(self.batch_size >= 1 and self.max_new_tokens >= 1, "batch-size and max-new-tokens must be at least 1")
-        _require(self.cpu_threads >= 1, f"cpu-threads is {self.cpu_threads}: use at least 1")
-        _require(0 <= self.temperature < math.inf, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
-
-    def _check_server(self) -> None:
-        _require(
-            self.server is None or re.match(r"https?://[^/]", self.server) is not None,
-            f"server is {self.server!r}: use the root of its API, for example http://localhost:8000/v1",
-        )
-        changed = [
-            f.name for f in dataclasses.fields(self) if f.name.startswith("server_") and getattr(self, f.name) != f.default
-        ]
-        _require(
-            self.server is not None or not changed,
-            f"{''.join(changed[:1]).replace('_', '-')} has no meaning without --server: add it",
-        )
-        _require(self.server_concurrency >= 1, f"server-concurrency is {self.server_concurrency}: use at least 1")
-        _require(self.server_retries >= 0, f"server-retries is {self.server_retries}: use 0 for none")
-        rate = self.server_requests_per_second
-        _require(rate is None or 0 < rate < math.inf, f"server-requests-per-second is {rate}: use a positive number")
-        for name in ("server_timeout_seconds", "server_backoff_seconds"):
-            value = getattr(self, name)
-            _require(0 < value < math.inf, f"{name.replace('_', '-')} is {value}: use a positive number")
-        share = self.server_max_unanswered
-        _require(0 <= share <= 1, f"server-max-unanswered is {share}: use a number in [0, 1]")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
-    """`python -m dflash evaluate RUN`: speculative decoding of held-out prompts."""
-
-    run: tyro.conf.Positional[Path]  # directory of a training run
-    checkpoint: str = "best"  # "best", "last", or a name such as step-000000
-    data: Path | None = None  # prepared data; None: the run's
-    max_prompts: int = 32
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16"] | None = None  # None: the run's target.dtype; float32 shows exact equality
-    seed: int = 0
-    baseline: bool = True  # also decode plainly, for the wall-clock ratio and the lossless check
-    budgets: tuple[int, ...] = ()  # nodes of the draft trees (DDTree) that are tried beside the chain of drafts
-    tree_attention: Literal["sdpa", "flex"] = "sdpa"  # by which the target verifies trees; flex is compiled, for GPUs
-    batch: int = 1  # prompts that are decoded together
-
-    def __post_init__(self) -> None:
-        _require(self.max_prompts >= 1 and self.max_new_tokens >= 1, "max-prompts and max-new-tokens must be at least 1")
-        _require(0 <= self.temperature < math.inf, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
-        _require(self.batch >= 1, f"batch is {self.batch}: use at least 1")
-        for budget in self.budgets:
-            check_budget(budget)
-        _require(len(set(self.budgets)) == len(self.budgets), f"budgets are {list(self.budgets)}: name each one once")
-        if self.tree_attention == "flex":
-            _require(bool(self.budgets), "tree-attention is flex, but no tree is decoded: name --budgets")
-            _require(
-                self.device.startswith("cuda"),
-                f"tree-attention is flex, which is compiled for GPUs only, and device is {self.device}: "
-                f"use --tree-attention sdpa or --device cuda",
-            )
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -460,7 +363,7 @@ def run_config_from_dict(values: dict[str, Any]) -> RunConfig:
 def _build(kind: Any, values: dict[str, Any], *, prefix: str) -> Any:
     known = {f.name: f for f in dataclasses.fields(kind)}
     unknown = sorted(set(values) - set(known))
-    _require(not unknown, f"unknown key {prefix}{unknown[0] if unknown else ''}: known are {', '.join(known)}")
+    require(not unknown, f"unknown key {prefix}{unknown[0] if unknown else ''}: known are {', '.join(known)}")
     converted: dict[str, Any] = {}
     for key, value in values.items():
         if "Path" in str(known[key].type) and value is not None:

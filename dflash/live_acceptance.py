@@ -26,7 +26,8 @@ from typing import Any
 
 from dflash import events
 from dflash.batch import TargetStates
-from dflash.config import EvaluateConfig, RunConfig
+from dflash.command_config import EvaluateConfig
+from dflash.config import RunConfig
 from dflash.data.examples import load_examples, load_meta
 from dflash.data.synthetic import is_synthetic
 from dflash.decoding import acceptance

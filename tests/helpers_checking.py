@@ -14,7 +14,8 @@ from helpers_training import make_config
 from dflash import __main__ as command
 from dflash.checking.runner import check
 from dflash.checking.settings import CheckConfig
-from dflash.config import PrepareConfig, RunConfig, TargetConfig
+from dflash.command_config import PrepareConfig
+from dflash.config import RunConfig, TargetConfig
 from dflash.data.examples import load_examples, load_meta, write_examples
 from dflash.data.prepare import prepare
 from dflash.modeling.target import load_target

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash.batch import Example
-from dflash.config import PrepareConfig, TargetConfig
+from dflash.command_config import PrepareConfig
+from dflash.config import TargetConfig
 from dflash.data.generate import Question, Sampling, answer
 
 SPECIAL = ("<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<mask>")

@@ -13,7 +13,8 @@ from helpers_data import THINKING, byte_tokenizer, prepare_config, saved_target,
 
 from dflash import __main__ as main
 from dflash.batch import Example
-from dflash.config import PrepareConfig, TargetConfig
+from dflash.command_config import PrepareConfig
+from dflash.config import TargetConfig
 from dflash.data import prepare
 from dflash.data.examples import DataError, load_examples, load_meta, write_examples
 

@@ -15,7 +15,8 @@ import torch
 from dflash import checkpoint
 from dflash.__main__ import _exit_code
 from dflash.batch import Example
-from dflash.config import ConfigError, DataConfig, DrafterConfig, EvaluateConfig, RunConfig, TargetConfig
+from dflash.command_config import EvaluateConfig
+from dflash.config import ConfigError, DataConfig, DrafterConfig, RunConfig, TargetConfig
 from dflash.data.examples import DataError, Meta, write_examples
 from dflash.decoding import evaluate as module
 from dflash.decoding.evaluate import evaluate, select_prompts

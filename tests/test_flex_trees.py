@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask
 
-from dflash.config import ConfigError, EvaluateConfig
+from dflash.command_config import EvaluateConfig
+from dflash.config import ConfigError
 from dflash.decoding import flex_trees
 from dflash.decoding.chain import plain
 from dflash.decoding.flex_trees import attend_compiled, attending, block_mask, check_flex

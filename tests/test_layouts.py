@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers_data import write_jsonl
 
-from dflash.config import PrepareConfig
+from dflash.command_config import PrepareConfig
 from dflash.data.layouts import read_conversation
 from dflash.data.meta import DataError
 from dflash.data.prompts import PromptList, load_prompts

@@ -12,7 +12,8 @@ from helpers_training import make_config, write_synthetic
 from modeling_batches import packed_batch, random_tensor
 from torch import nn
 
-from dflash.config import ConfigError, EvaluateConfig, LossConfig, RunConfig
+from dflash.command_config import EvaluateConfig
+from dflash.config import ConfigError, LossConfig, RunConfig
 from dflash.decoding.evaluate import evaluate
 from dflash.live_acceptance import foretold, gap_alarm
 from dflash.modeling.draft_collector import DraftCollector

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash.config import PrepareConfig
+from dflash.command_config import PrepareConfig
 from dflash.data.meta import DataError
 from dflash.data.prompts import load_prompts
 

@@ -15,7 +15,8 @@ import torch
 
 from dflash import checkpoint
 from dflash.batch import Example
-from dflash.config import ConfigError, DataConfig, DrafterConfig, PrepareConfig, RunConfig, to_dict
+from dflash.command_config import PrepareConfig
+from dflash.config import ConfigError, DataConfig, DrafterConfig, RunConfig, to_dict
 from dflash.data.examples import load_examples, write_examples
 from dflash.data.meta import DataError, Meta
 from dflash.data.packing import PackedStream

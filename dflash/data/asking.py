@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dflash.config import PrepareConfig
+from dflash.command_config import PrepareConfig
 from dflash.data.answers import Answer, Unanswered
 from dflash.data.generate import Question
 from dflash.data.meta import PrepareFailed

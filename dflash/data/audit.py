@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.batch import Example
-from dflash.config import PrepareConfig
+from dflash.command_config import PrepareConfig
 from dflash.data import chat
 from dflash.data.examples import iterate_examples, load_meta
 from dflash.data.meta import SPLITS, DataError, Meta, Split

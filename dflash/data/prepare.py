@@ -26,7 +26,8 @@ import torch
 
 from dflash import events
 from dflash.batch import Example
-from dflash.config import ConfigError, PrepareConfig, TargetConfig
+from dflash.command_config import PrepareConfig
+from dflash.config import ConfigError, TargetConfig
 from dflash.data import chat
 from dflash.data.answers import Answer, Unanswered, to_example
 from dflash.data.asking import Keep, Tally, ask_all, model_name

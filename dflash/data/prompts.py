@@ -20,7 +20,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dflash.config import PrepareConfig
+from dflash.command_config import PrepareConfig
 from dflash.data.chat import Message, PromptError
 from dflash.data.layouts import EXPECTED, LONE_SURROGATE, Conversation, read_conversation, recognise
 from dflash.data.meta import DataError, Split

@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dflash.config import PrepareConfig, to_dict
+from dflash.command_config import PrepareConfig
+from dflash.config import to_dict
 from dflash.data import chat
 from dflash.data.answers import Answer
 from dflash.data.meta import Meta

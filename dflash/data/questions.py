@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash.config import PrepareConfig
+from dflash.command_config import PrepareConfig
 from dflash.data import chat
 from dflash.data.generate import Question
 from dflash.data.layouts import texts

@@ -25,7 +25,8 @@ from typing import Any, Self
 
 import httpx
 
-from dflash.config import ConfigError, PrepareConfig
+from dflash.command_config import PrepareConfig
+from dflash.config import ConfigError
 from dflash.data.answers import Answer
 from dflash.data.generate import Question
 from dflash.data.meta import DataError, PrepareFailed

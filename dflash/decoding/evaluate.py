@@ -28,7 +28,8 @@ from rich.progress import Progress
 
 from dflash.batch import Example
 from dflash.checkpoint import CheckpointError, load_drafter
-from dflash.config import ConfigError, EvaluateConfig, RunConfig
+from dflash.command_config import EvaluateConfig
+from dflash.config import ConfigError, RunConfig
 from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta
 from dflash.decoding.plots import acceptance_svg, budget_svg
 from dflash.decoding.rounds import Drafting, Generation, Wanted, decode
