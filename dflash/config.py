@@ -156,6 +156,10 @@ class CompileConfig:
     def __post_init__(self) -> None:
         share = self.activation_memory
         require(0 <= share <= 1, f"compile.activation-memory is {share}: use a number from 0 to 1")
+        require(
+            share == 1 or self.policy != "eager",
+            "compile.activation-memory is of compiled drafters, compile.policy is eager: leave one out",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

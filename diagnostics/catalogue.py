@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 _SERIAL = (
     "Let one thread do every first compile, forward and backward, before the others start, and let nothing recompile later; "
-    "or give each device its own process. A lock of your own helps only if every trace and every compiled call takes it."
+    "or give each device its own process; or call dflash.fx.isolate() at the top of the program: each thread then traces for "
+    "itself. A lock of your own helps only if every trace and every compiled call takes it."
 )
 _NOT_A_CURE = (
     "Setting error_on_nested_fx_trace to False, or patching the check away, turns the error into code that runs uncompiled, "

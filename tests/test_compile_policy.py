@@ -351,3 +351,5 @@ def test_the_memory_budget_holds_in_every_worker_and_nowhere_else() -> None:
     assert (seen, functorch.activation_memory_budget) == ([0.5], before)
     with pytest.raises(ConfigError, match="from 0 to 1"):
         CompileConfig(activation_memory=1.5)
+    with pytest.raises(ConfigError, match="policy is eager"):
+        CompileConfig(activation_memory=0.5, policy="eager")

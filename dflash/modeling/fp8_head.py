@@ -1,11 +1,12 @@
 """Both products with the frozen head in fp8, at twice bf16's rate: logits forward, and the gradient by hidden states.
 
 The head never changes, so it is rounded once, in the layout that each product reads. Hidden states are rounded with one scale a
-chunk: e4m3 keeps its relative precision (2^-4) over five decades. Probabilities are rounded relative to the likeliest of their
-row and those below 4e-6 of it vanish; the label's is left out, because `p - 1` would cancel: its term is added in bf16.
+chunk: e4m3 keeps its relative precision (2^-4) over four decades. Probabilities are rounded relative to the likeliest of their
+row and those below 2e-6 of it vanish; the label's is left out, because `p - 1` would cancel: its term is added in bf16.
 
 Rounding is of about 4 % a product of two numbers, with random signs, so a logit is off by about 4 % of what logits spread over.
-Known limits: GPUs of compute capability 8.9 and more; sizes are multiples of 16. Elsewhere it is computed slowly, for tests.
+Known limits: a hidden state that is not finite makes all logits of its chunk so. GPUs of compute capability 8.9 and more; sizes
+are multiples of 16. Elsewhere it is computed slowly, for tests.
 """
 
 from __future__ import annotations
