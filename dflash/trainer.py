@@ -81,11 +81,19 @@ def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
         for text in notices:
             events.record("notice", text=text)
         parts = ranks.agree("building", lambda: build(config, placement, policy, leads=ranks.leads), USER_ERRORS)
+        ranks.agree("comparing with the checkpoint", lambda: _check_resumed(config, parts, resumed), USER_ERRORS)
         if ranks.is_target:
             serve(config, ranks, parts, policy, first_step)
             return None
         engine = RanksEngine(config, ranks, parts, policy)
         return _train(Trainer(config, parts, policy, ranks.stop, engine), resumed, measured)
+
+
+def _check_resumed(config: RunConfig, parts: Parts, resumed: TrainState | None) -> None:
+    """Raise CheckpointError where this process's drafter cannot go on from what was saved."""
+    if resumed is not None:
+        for drafter in parts.drafters:
+            checkpoint.check_resumable(resumed, config, drafter.shape)
 
 
 @contextlib.contextmanager

@@ -131,6 +131,7 @@ def scenarios(base: Path) -> dict[str, dict[str, Any]]:
         "flags": one("flags", small("flags"), "--optim.steps", "0"),
         "differs": one("differs", small("differs"), of_rank={"2": ["--seed", "4"]}, restarts=1),
         "again": one("again", make_config(base / "whole" / "run", topology="1t+2d")),
+        "longer": one("longer", dataclasses.replace(whole, optim=dataclasses.replace(whole.optim, steps=60)), "--resume"),
     }
 
 

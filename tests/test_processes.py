@@ -133,6 +133,7 @@ def test_a_signal_to_any_drafter_ends_all_ranks_after_the_step(outcomes: dict[st
     [
         ("differs", "config.seed is 4 on rank 2 and 3 on rank 0"),
         ("again", "already holds checkpoints up to step-000050: use --resume to go on, or another --output"),
+        ("longer", "the checkpoint was trained with optim.steps 50, this run asks for 60: resume with the same value"),
     ],
 )
 def test_bad_input_is_told_by_one_rank_with_exit_code_2(outcomes: dict[str, Outcome], name: str, message: str) -> None:
