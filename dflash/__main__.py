@@ -90,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if result is not None:  # None: one of several processes, and not the one that reports
         print(json.dumps(events.finite(result)), flush=True)
+        if incomplete := result.get("measure", {}).get("incomplete"):
+            print(f"not measured: {incomplete}; give the run more --optim.steps", file=sys.stderr)
     return _exit_code(result or {})
 
 

@@ -36,6 +36,13 @@ def test_the_last_line_of_train_is_one_json_object(tmp_path: Path, capsys: pytes
     assert saved.loss.kind == "dpace"
 
 
+def test_a_run_that_ended_before_it_was_measured_says_why_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([*flags(tmp_path / "run"), "--measure"]) == 3
+    assert re.search(r"^not measured: .+; give the run more --optim.steps$", capsys.readouterr().err, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
