@@ -209,6 +209,19 @@ def learning_rate(config: OptimConfig, step: int) -> float:
     return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * shape)
 
 
+def update(
+    optimizer: torch.optim.AdamW, config: OptimConfig, step: int, *, total_weight: float, norm: float, device: torch.device
+) -> float:
+    """Step a fused AdamW whose kernel divides the gradients by `total_weight` and clips them by `norm`; the learning rate."""
+    rate = learning_rate(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    divisor = total_weight * max(1.0, norm / config.clip)
+    optimizer.grad_scale = torch.full((), divisor, device=device)  # type: ignore[attr-defined]  # AMP's way
+    optimizer.step()
+    return rate
+
+
 class FlatAdamW:
     """AdamW on the flat weights; decays matrices only."""
 
@@ -236,12 +249,8 @@ class FlatAdamW:
 
         The gradients are used up: the kernel that updates divides them, because two passes over them would take as long as it.
         """
-        rate = learning_rate(self._config, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        divisor = total_weight * max(1.0, norm / self._config.clip)
-        self.optimizer.grad_scale = torch.full((), divisor, device=self._flat.weights.device)  # type: ignore[attr-defined]  # AMP's way
-        self.optimizer.step()
+        device = self._flat.weights.device
+        rate = update(self.optimizer, self._config, step, total_weight=total_weight, norm=norm, device=device)
         self._flat.refresh()
         return rate
 

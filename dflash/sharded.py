@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dflash.config import OptimConfig
-from dflash.flat import FlatLayout, learning_rate
+from dflash.flat import FlatLayout, update
 from dflash.modeling.drafter import Drafter, Layer
 
 Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -140,13 +140,8 @@ class ShardedAdamW:
 
     def step(self, step: int, *, total_weight: float, norm: float) -> float:
         """See `dflash.flat.FlatAdamW`."""
-        rate = learning_rate(self._config, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        divisor = total_weight * max(1.0, norm / self._config.clip)
-        self.optimizer.grad_scale = torch.full((), divisor, device=self._owner.gradients.device)  # type: ignore[attr-defined]  # AMP's way
-        self.optimizer.step()
-        return rate
+        device = self._owner.gradients.device
+        return update(self.optimizer, self._config, step, total_weight=total_weight, norm=norm, device=device)
 
     def moments(self) -> dict[str, Tensor]:
         """As those of `dflash.flat.FlatAdamW`, on the CPU of the leader; nothing on the others."""

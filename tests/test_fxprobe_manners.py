@@ -101,18 +101,24 @@ def test_a_program_without_torch_was_not_observed(run: Run) -> None:
     assert "no process of the program imported torch" in run.stderr
 
 
-def test_a_child_that_cannot_be_watched_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def pipe_of_the_first_look_at(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pipe that a program can read from once fxprobe has seen a process with `word` in its command."""
     seen, look = tmp_path / "seen", session._Watcher.look
     os.mkfifo(seen)
 
     def looks(watcher: session._Watcher, pid: int) -> None:
         look(watcher, pid)
-        if seen.exists() and any(command.startswith("-E") for command in watcher._python.values()):
+        if seen.exists() and any(word in command for command in watcher._python.values()):
             seen.write_text("")  # opens the program's read
             seen.unlink()
 
     monkeypatch.setattr(session._Watcher, "look", looks)
     monkeypatch.setattr(session, "_UNSEEN_AFTER_SECONDS", 0.0)
+    return seen
+
+
+def test_a_child_that_cannot_be_watched_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = pipe_of_the_first_look_at("-E -c", tmp_path, monkeypatch)
     code = run(
         f"""
         import subprocess, sys, torch
@@ -128,17 +134,7 @@ def test_a_child_that_cannot_be_watched_is_said(run: Run, tmp_path: Path, monkey
 def test_compile_workers_of_inductor_run_nothing_of_the_program(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, look = tmp_path / "seen", session._Watcher.look
-    os.mkfifo(seen)
-
-    def looks(watcher: session._Watcher, pid: int) -> None:
-        look(watcher, pid)
-        if seen.exists() and any("compile_worker" in command for command in watcher._python.values()):
-            seen.write_text("")  # opens the program's read
-            seen.unlink()
-
-    monkeypatch.setattr(session._Watcher, "look", looks)
-    monkeypatch.setattr(session, "_UNSEEN_AFTER_SECONDS", 0.0)
+    seen = pipe_of_the_first_look_at("compile_worker", tmp_path, monkeypatch)
     code = run(
         f"""
         import torch
