@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from diagnostics.logs.groups import Groups
-from diagnostics.logs.search import read_log
+from diagnostics.logs.parts import read_log
 
 _T = TypeVar("_T")
 _RANKS = 8
