@@ -88,7 +88,12 @@ def test_an_installer_that_outlived_its_bisection_is_waited_for(tmp_path: Path, 
     bisection.kill()
     bisection.wait(60)
     told: list[str] = []
-    monkeypatch.setattr(venvs, "say", lambda text: told.append(text) or (tmp_path / "end").write_text("now"))
+
+    def release(text: str) -> None:
+        told.append(text)
+        (tmp_path / "end").write_text("now")
+
+    monkeypatch.setattr(venvs, "say", release)
     with venvs._locked(tmp_path / "key.lock"):
         pass
     if not told:
