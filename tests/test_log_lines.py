@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diagnostics.logs import groups, reader, recognise, search, templates
+from diagnostics.logs import floods, groups, reader, recognise, search, templates
 from diagnostics.logs.search import LogSearch
 from diagnostics.logs.tracebacks import TracebackReader
 
@@ -109,6 +109,24 @@ def test_tracebacks_that_are_alike_are_recognised_as_each_would_be(lines: list[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogSearch, "_recognised", lambda _, traceback: search._recognise(traceback))
         assert results(text.encode()) == known
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(filled(), min_size=1, max_size=3), st.integers(2, 9))
+@example([["Traceback (most recent call last):", '  File "/a1.py", line 1, in f', "KeyError: 1"]], 8)
+@example([["RuntimeError: c20d Broken pipe"], ["RuntimeError: c10d Broken pipe"]], 8)
+@example([["Traceback (most recent call last):", '  File "/a.py", line 1, in f', "my.Odd: 1", "step 1"]], 9)
+def test_a_flood_counts_what_its_failures_count_one_by_one(failures: list[list[str]], times: int) -> None:
+    text = "\n".join("\n".join(lines) for number in range(times) for lines in rotated(failures, number)).encode()
+    flood = results(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(floods, "MAX_KNOWN_BYTES", -1)
+        assert results(text) == flood
+
+
+def rotated(failures: list[list[str]], number: int) -> list[list[str]]:
+    """With another digit for each, so that they are alike only but for digits."""
+    return [[line.replace("1", str(number)) for line in lines] for lines in failures]
 
 
 def test_what_is_remembered_of_a_log_has_an_end() -> None:

@@ -64,6 +64,11 @@ class Group:
     doubts: dict[str, None] = field(default_factory=dict)
     after: str = ""  # an earlier failure that this one probably follows from
 
+    @property
+    def is_full(self) -> bool:
+        """Another failure would add nothing but its count."""
+        return len(self.evidence) >= MAX_EVIDENCE and self.kind.id not in TELLING
+
     def count_one(self, sure: Sure, stream: str) -> None:
         """One more, of rank or stream `stream`."""
         self.count += 1
@@ -111,11 +116,11 @@ class Groups:
         self._collectives: dict[tuple[str, str], Collectives] = {}
         self.dropped = 0
 
-    def add_traceback(self, log: str, match: Match, signature: str, traceback: Traceback) -> None:
-        """Count a traceback with what was printed before it."""
+    def add_traceback(self, log: str, match: Match, signature: str, traceback: Traceback) -> Group | None:
+        """Count a traceback with what was printed before it; its group, or None where there are too many."""
         group = self._group(match, signature, traceback.frames)
         if group is None:
-            return
+            return None
         group.count_one(match[1], traceback.stream)
         if len(group.evidence) < MAX_EVIDENCE:
             group.evidence.append(_evidence(log, traceback))
@@ -129,18 +134,20 @@ class Groups:
                 "tracebacks of several ranks or threads are mixed in this log: frames may be another's (torchrun --tee 3 "
                 "marks the ranks)"
             ] = None
+        return group
 
-    def add_line(self, log: str, match: Match, number: int, stream: str, text: str) -> None:
-        """Count a line that is no traceback."""
+    def add_line(self, log: str, match: Match, number: int, stream: str, text: str) -> Group | None:
+        """Count a line that is no traceback; its group, or None where there are too many."""
         group = self._group(match, "", [])
         if group is None:
-            return
+            return None
         group.count_one(match[1], stream)
         if len(group.evidence) < MAX_EVIDENCE:
             group.evidence.append(
                 Evidence(log=log, first_line=number, last_line=number, stream=stream, thread="", text=text.strip()[:300])
             )
         self._learn(group, text)
+        return group
 
     def add_dump(self, log: str, match: Match, dump: Dump) -> None:
         """Count a dump of all threads."""

@@ -77,14 +77,18 @@ def lines(raw: bytes, key: bytes | None = None) -> tuple[Line, ...]:
     known = _known.get(raw)
     if known is not None:
         return known
-    if len(raw) > MAX_TEXT:
-        return _lines(raw)
-    key = zeroed(raw) if key is None else key
-    template = templates[key] if key in templates else keep(templates, key, _template(raw))
+    template = template_for(raw, zeroed(raw) if key is None else key)
     if template is None:
-        return keep(_known, raw, _lines(raw))
+        return keep(_known, raw, _lines(raw)) if len(raw) <= MAX_TEXT else _lines(raw)
     words = template.words(raw).decode()
     return keep(_known, raw, (Line(template.stream(raw), words, template.shape_in(words), template.prefix.dated),))
+
+
+def template_for(raw: bytes, key: bytes) -> Template | None:
+    """The form of a line, where it has one. `key` is `zeroed(raw)`."""
+    if key in _templates:
+        return _templates[key]
+    return keep(_templates, key, _template(raw)) if len(raw) <= MAX_TEXT else None
 
 
 def _lines(raw: bytes) -> tuple[Line, ...]:
@@ -101,7 +105,7 @@ def _template(raw: bytes) -> Template | None:
     return template_of(text, _prefix(text)) if raw.isascii() and text.isprintable() else None
 
 
-templates: dict[bytes, Template | None] = {}  # by line `zeroed`; None for lines that have no form
+_templates: dict[bytes, Template | None] = {}  # by line `zeroed`; None for lines that have no form
 _known: dict[bytes, tuple[Line, ...]] = {}
 
 

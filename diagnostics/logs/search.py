@@ -6,15 +6,20 @@ wrapped in the middle of a message is put together with the next one.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import BinaryIO
 
+from diagnostics.logs import floods
 from diagnostics.logs.dumps import Dump, DumpReader
-from diagnostics.logs.groups import Groups, signature_of
-from diagnostics.logs.reader import Line, blocks, lines, templates
+from diagnostics.logs.floods import Run
+from diagnostics.logs.groups import Group, Groups, signature_of
+from diagnostics.logs.kinds import Sure
+from diagnostics.logs.reader import Line, blocks, lines, template_for
 from diagnostics.logs.recognise import GATES, Match, digits_matter, gated, of_dump, of_line, of_traceback, stack_of
 from diagnostics.logs.shapes import FRAME, SOURCE
-from diagnostics.logs.templates import keep, zeroed, zeroed_lines
+from diagnostics.logs.streams import MAX_QUIET_LINES
+from diagnostics.logs.templates import Template, keep, zeroed, zeroed_lines
 from diagnostics.logs.traceback import Traceback
 from diagnostics.logs.tracebacks import TracebackReader
 
@@ -22,6 +27,8 @@ _SWEEP_LINES = 5000
 _PIECE_BYTES, _MAX_PIECE_BYTES = 1 << 11, 1 << 16  # read at once: at first, and where nothing is quiet
 _MAX_KNOWN, _MAX_KNOWN_BYTES = 512, 4000  # tracebacks, and what one of them says
 _GO_ON = (SOURCE, FRAME)
+_MAX_RUNS = 256
+_DIGIT = re.compile(r"\d")
 _WRAPPED = 25  # characters, without what loggers put before: a terminal is not narrower
 
 
@@ -33,6 +40,10 @@ class LogSearch:
         self._tracebacks, self._dumps = TracebackReader(), DumpReader()
         self._begun: tuple[Line, int] | None = None  # a line that may go on in the next one, and its number
         self._known: dict[tuple[object, ...], tuple[Match, bool, str]] = {}
+        self._runs: dict[str, Run] = {}  # by stream
+        self._known_runs: dict[tuple[bytes, ...], list[tuple[Group, Sure]]] = {}  # what they counted
+        self._noted: list[tuple[Group | None, Sure]] | None = None  # what is counted now, while a run is learned
+        self._learning = ""  # its stream
         self._piece_bytes, self._swept = _PIECE_BYTES, 0
         self.lines = 0
         self.bytes = 0
@@ -46,16 +57,18 @@ class LogSearch:
 
     def finish(self) -> None:
         """Count what is still open at the end of the log."""
+        for name in list(self._runs):
+            self._read_run(name)
         self._take(self._tracebacks.finish(), self._dumps.finish())
 
     def is_open_since(self, number: int) -> bool:
         """Whether something that began at line `number` or before it is open."""
         begun = [one.first_line for one in self._dumps.open.values()] + ([self._begun[1]] if self._begun is not None else [])
-        return min([self._tracebacks.first_line, *begun]) <= number
+        return min([self._tracebacks.first_line, *begun, *(run.first_line for run in self._runs.values())]) <= number
 
     @property
     def _quiet(self) -> bool:
-        return not (self._tracebacks.streams or self._dumps.open or self._begun)
+        return not (self._tracebacks.streams or self._dumps.open or self._begun or self._runs)
 
     def read_block(self, block: bytes) -> None:
         """Read whole lines."""
@@ -81,23 +94,86 @@ class LogSearch:
         piece = block[at : stop if stop >= 0 else len(block) - block.endswith(b"\n")]
         raws = piece.split(b"\n")
         first = number = self.lines + 1
-        goes_on, feed, streams, dumps = self._tracebacks.goes_on, self.feed, self._tracebacks.streams, self._dumps.open
+        runs, streams, dumps = self._runs, self._tracebacks.streams, self._dumps.open
         for number, (raw, key) in enumerate(zip(raws, zeroed_lines(piece, raws), strict=True), first):
-            template = templates.get(key)
-            if template is not None and template.is_ in _GO_ON and not dumps and goes_on(raw, template, number):
-                self._begun = None
-                continue
-            for line in lines(raw, key):
-                feed(line, number)
-            if not (streams or dumps or self._begun):
-                break
+            template = template_for(raw, key)
+            if template is None or template.is_ < 0 or dumps or not self._hold(raw, key, template, number):
+                self._read_line(raw, key, template, number)
+                if not (streams or dumps or self._begun or runs):
+                    break
         self.lines = number
         self._piece_bytes = _PIECE_BYTES if self._quiet else _MAX_PIECE_BYTES
         if number - self._swept > _SWEEP_LINES:
             self._swept = number
+            for name in [name for name, run in runs.items() if number - run.last_line > MAX_QUIET_LINES]:
+                self._read_run(name)
             self._take(self._tracebacks.sweep(number), self._dumps.sweep(number))
         read = raws[: number - first + 1]
         return at + sum(map(len, read)) + len(read)
+
+    def _hold(self, raw: bytes, key: bytes, template: Template, number: int) -> bool:
+        """Whether line `number` is held back in a run: most lines of a log full of failures are."""
+        name = template.stream(raw)
+        run = self._runs.get(name)
+        if run is not None:
+            if not run.ends_before(template) and len(run.keys) < floods.MAX_LINES and number - run.last_line <= MAX_QUIET_LINES:
+                run.add(raw, key, template, number)
+                self._begun = None
+                return True
+            self._end_run(name, run) if run.ends_before(template) else self._read_run(name)
+        if not template.begins_run or len(self._runs) >= _MAX_RUNS:
+            return False
+        done: list[Traceback] = []
+        is_free = self._tracebacks.end_message(name, done)
+        self._take(done, [])
+        if is_free:
+            self._runs[name] = run = Run()
+            run.add(raw, key, template, number)
+            self._begun = None
+        return is_free
+
+    def _end_run(self, name: str, run: Run) -> None:
+        """Count a run whose message has ended: as before, where it came before."""
+        key = run.key if run.first_line in self.counted and run.last_line in self.counted else None
+        known = self._known_runs.get(key) if key is not None else None
+        if known is not None and all([group.is_full for group, _ in known]):  # noqa: C419 - faster so
+            del self._runs[name]
+            for group, sure in known:
+                group.count_one(sure, name)
+            return
+        self._noted, self._learning = [], name
+        self._read_run(name)
+        done: list[Traceback] = []
+        is_free = self._tracebacks.end_message(name, done)
+        self._take(done, [])
+        noted, self._noted = self._noted, None
+        grouped = [(group, sure) for group, sure in noted if group is not None]
+        if (
+            key is not None
+            and is_free
+            and self._begun is None
+            and len(grouped) == len(noted)
+            and not _hang_on_digits(key, grouped)
+        ):
+            keep(self._known_runs, key, grouped, floods.MAX_KNOWN)
+
+    def _read_run(self, name: str) -> None:
+        """Read the lines of a run one by one."""
+        for raw, template, number in self._runs.pop(name).held:
+            if template.is_ in _GO_ON and self._tracebacks.goes_on(raw, template, number):
+                self._begun = None
+            else:
+                for line in lines(raw):
+                    self.feed(line, number)
+
+    def _read_line(self, raw: bytes, key: bytes, template: Template | None, number: int) -> None:
+        if template is not None and template.is_ in _GO_ON and self._tracebacks.goes_on(raw, template, number):
+            self._begun = None
+            return
+        for line in lines(raw, key):
+            if line.stream in self._runs:
+                self._read_run(line.stream)
+            self.feed(line, number)
 
     def feed(self, line: Line, number: int) -> None:
         """Read line `number`."""
@@ -118,7 +194,7 @@ class LogSearch:
             line, number = begun if match is not None else (line, number)
         if match is not None:
             if number in self.counted:
-                self.groups.add_line(self.log, match, number, line.stream, line.text)
+                self._note(self.groups.add_line(self.log, match, number, line.stream, line.text), match, line.stream)
         elif begun is None and len(line.text) >= _WRAPPED:
             self._begun = line, number
 
@@ -127,7 +203,7 @@ class LogSearch:
             if traceback.is_stack or traceback.first_line not in self.counted:
                 continue
             match, needed_tail, signature = self._recognised(traceback)
-            self.groups.add_traceback(self.log, match, signature, traceback)
+            self._note(self.groups.add_traceback(self.log, match, signature, traceback), match, traceback.stream)
             if not needed_tail:
                 self._take_tail(traceback)
         for dump in dumps:
@@ -159,7 +235,16 @@ class LogSearch:
             for number, text in one.tail:
                 match = of_line(text)
                 if match is not None:
-                    self.groups.add_line(self.log, match, number, one.stream, text)
+                    self._note(self.groups.add_line(self.log, match, number, one.stream, text), match, one.stream)
+
+    def _note(self, group: Group | None, match: Match, stream: str) -> None:
+        if self._noted is not None and stream == self._learning:
+            self._noted.append((group, match[1]))
+
+
+def _hang_on_digits(key: tuple[bytes, ...], counted: list[tuple[Group, Sure]]) -> bool:
+    """Whether lines that differ from these in digits only may count something else."""
+    return any(_DIGIT.search(group.signature) for group, _ in counted) or digits_matter(b"\n".join(key))
 
 
 def _what_decides(traceback: Traceback, text: bytes) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from diagnostics.logs.shapes import FRAME, DumpPart, Frame, Shape, Spans, shape_of, spans_of
+from diagnostics.logs.shapes import FRAME, HEADER, DumpPart, Frame, Shape, Spans, shape_of, spans_of
 
 _T = TypeVar("_T")
 _Key = TypeVar("_Key")
@@ -97,12 +97,16 @@ class Template:
     spans: Spans | None
     # What the prefix and the shape say, for what is done at every line.
     is_: int = field(init=False)  # -1 for a line that may be part of a dump
+    is_alone: bool = field(init=False)  # an exception, with or without a traceback
+    begins_run: bool = field(init=False)  # a head or such an exception, see `floods`
     begin: int = field(init=False)
     behind: int = field(init=False)
     names: dict[bytes, str] = field(default_factory=dict, init=False)  # of streams, by what stands in the prefix
 
     def __post_init__(self) -> None:
         self.is_ = self.shape.is_ if self.shape.dump is None else -1
+        self.is_alone = self.shape.dump is None and self.shape.exception is not None and self.shape.exception.alone
+        self.begins_run = self.is_alone or (self.is_ == HEADER and not self.shape.group)
         self.begin, self.behind = self.prefix.begin, self.prefix.end
 
     def stream(self, raw: bytes) -> str:

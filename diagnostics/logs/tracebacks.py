@@ -104,6 +104,17 @@ class TracebackReader:
             done += self._give_up(next(iter(self.streams)))
         return used
 
+    def end_message(self, name: str, done: list[Traceback]) -> bool:
+        """The next line of this stream ends its message; whether nothing is open in it then."""
+        stream = self.streams.get(name)
+        if stream is None:
+            return True
+        if stream.open or stream.before or stream.thread or stream.grouped:
+            return False
+        self._plain.pop(name, None)
+        done += self.streams.pop(name).give_up()
+        return True
+
     @property
     def first_line(self) -> float:
         """Where the first of those that are open begins; infinite where none is."""
