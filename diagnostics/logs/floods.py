@@ -23,7 +23,7 @@ _STRUCTURE = (HEADER, EXCEPTION, LINK)
 
 @dataclass(slots=True)
 class Run:
-    """Lines held back. `keys` are they with 0 for each digit."""
+    """Lines held back. `keys` are they with 0 for each digit, and names that have digits."""
 
     keys: list[bytes] = field(default_factory=list)
     held: list[tuple[bytes, Template, int]] = field(default_factory=list)
@@ -54,6 +54,8 @@ class Run:
         """Hold back line `number`."""
         self.keys.append(key)
         self.held.append((raw, template, number))
+        if template.numbered:  # failures are told apart by names, whole
+            self.keys += [raw[begin:end] for begin, end in template.numbered]
         is_ = template.is_
         if is_ not in _STRUCTURE:
             self.num_after += 1

@@ -6,7 +6,6 @@ wrapped in the middle of a message is put together with the next one.
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import BinaryIO
 
@@ -28,7 +27,6 @@ _PIECE_BYTES, _MAX_PIECE_BYTES = 1 << 11, 1 << 16  # read at once: at first, and
 _MAX_KNOWN, _MAX_KNOWN_BYTES = 512, 4000  # tracebacks, and what one of them says
 _GO_ON = (SOURCE, FRAME)
 _MAX_RUNS = 256
-_DIGIT = re.compile(r"\d")
 _WRAPPED = 25  # characters, without what loggers put before: a terminal is not narrower
 
 
@@ -153,7 +151,7 @@ class LogSearch:
             and is_free
             and self._begun is None
             and len(grouped) == len(noted)
-            and not _hang_on_digits(key, grouped)
+            and not digits_matter(b"\n".join(key))
         ):
             keep(self._known_runs, key, grouped, floods.MAX_KNOWN)
 
@@ -240,11 +238,6 @@ class LogSearch:
     def _note(self, group: Group | None, match: Match, stream: str) -> None:
         if self._noted is not None and stream == self._learning:
             self._noted.append((group, match[1]))
-
-
-def _hang_on_digits(key: tuple[bytes, ...], counted: list[tuple[Group, Sure]]) -> bool:
-    """Whether lines that differ from these in digits only may count something else."""
-    return any(_DIGIT.search(group.signature) for group, _ in counted) or digits_matter(b"\n".join(key))
 
 
 def _what_decides(traceback: Traceback, text: bytes) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from diagnostics.logs.shapes import FRAME, HEADER, DumpPart, Frame, Shape, Spans, shape_of, spans_of
+from diagnostics.logs.shapes import FRAME, HEADER, DumpPart, Frame, Shape, Span, Spans, shape_of, spans_of
 
 _T = TypeVar("_T")
 _Key = TypeVar("_Key")
@@ -99,6 +99,7 @@ class Template:
     is_: int = field(init=False)  # -1 for a line that may be part of a dump
     is_alone: bool = field(init=False)  # an exception, with or without a traceback
     begins_run: bool = field(init=False)  # a head or such an exception, see `floods`
+    numbered: tuple[Span, ...] = field(default=(), init=False)  # names with digits in a frame: its file's, its function
     begin: int = field(init=False)
     behind: int = field(init=False)
     names: dict[bytes, str] = field(default_factory=dict, init=False)  # of streams, by what stands in the prefix
@@ -107,6 +108,12 @@ class Template:
         self.is_ = self.shape.is_ if self.shape.dump is None else -1
         self.is_alone = self.shape.dump is None and self.shape.exception is not None and self.shape.exception.alone
         self.begins_run = self.is_alone or (self.is_ == HEADER and not self.shape.group)
+        if self.spans is not None and self.shape.frame is not None:
+            (file, file_end), _, function = self.spans
+            name = file_end - len(self.shape.frame.file.rpartition("/")[2])
+            texts = (((name, file_end), self.shape.frame.file[name - file :]), (function, self.shape.frame.function))
+            at = self.prefix.at
+            self.numbered = tuple((at + begin, at + end) for (begin, end), text in texts if _DIGITS.search(text))
         self.begin, self.behind = self.prefix.begin, self.prefix.end
 
     def stream(self, raw: bytes) -> str:
