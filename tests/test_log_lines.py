@@ -84,7 +84,7 @@ def test_a_line_is_read_as_if_no_other_had_been_read(lines: list[str]) -> None:
     for line in lines:
         assert reader.lines(line.encode()) == reader._lines(line.encode())
         assert recognise.gated(line) == recognise._gated(line)
-        assert recognise._known_candidates(line) == recognise._candidates(line)
+        assert recognise._known_candidates(line) == recognise.candidates(line)
 
 
 @settings(max_examples=40, deadline=None)

@@ -3,7 +3,8 @@
 A `Run` begins with a traceback's head or with an exception that stands alone, where nothing else of its stream is open, and ends
 where the next line surely ends its message: with such a line again, with a line that is dated where the message is not, or
 when more lines followed than a message keeps. Its lines are held back until then. What they counted is remembered where digits
-cannot matter to it; `search` reads them one by one if they are new, or if their group still needs evidence.
+cannot matter to it; `search` reads them one by one if they are new, or if their group still needs evidence. A traceback of which
+only the message is new, and names no known kind, is counted by what its frames counted.
 
 Limit: lines that carry no form (`templates`), exception groups and dumps are never held.
 """
@@ -20,6 +21,8 @@ MAX_KNOWN, MAX_KNOWN_BYTES = 512, 8000  # runs, and what one of them says
 _MAX_TAIL = 12
 _STRUCTURE = (HEADER, EXCEPTION, LINK)
 
+Key = tuple[bytes, ...]
+
 
 @dataclass(slots=True)
 class Run:
@@ -29,6 +32,7 @@ class Run:
     held: list[tuple[bytes, Template, int]] = field(default_factory=list)
     dated: bool | None = None  # of the exception's line; None before it came
     num_after: int = 0  # lines since then
+    num_exceptions: int = 0
     linked: bool = False  # the next one of a chain is awaited
 
     @property
@@ -61,11 +65,21 @@ class Run:
             self.num_after += 1
         elif is_ == EXCEPTION:
             self.dated, self.num_after, self.linked = template.prefix.dated, 0, False
+            self.num_exceptions += 1
         else:
             self.linked = is_ == LINK
             self.dated = self.dated if self.linked else None
 
     @property
-    def key(self) -> tuple[bytes, ...] | None:
+    def key(self) -> Key | None:
         """What is the same for runs that count the same; None for too much text."""
         return tuple(self.keys) if sum(map(len, self.keys)) <= MAX_KNOWN_BYTES else None
+
+    @property
+    def frames(self) -> tuple[Key, str, str] | None:
+        """All but the message, the exception and the message, where the run is one traceback that ends with them."""
+        raw, template, _ = self.held[-1]
+        if template.is_ != EXCEPTION or self.num_exceptions != 1 or len(self.held) < 2:
+            return None
+        exception, _, message = template.words(raw).decode().strip().partition(":")
+        return (*self.keys[:-1], exception.encode()), exception, message.strip()

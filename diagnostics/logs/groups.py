@@ -207,6 +207,17 @@ class Groups:
             if key in self._groups:
                 self._collectives.setdefault(key, Collectives()).add_all(collectives)
 
+    def count_unknown(self, signature: str, stream: str) -> bool:
+        """Whether an unknown failure was counted, because nothing else is to be noted of it."""
+        group = self._groups.get((UNKNOWN.id, signature))
+        if group is None and len(self._groups) >= _MAX_GROUPS:
+            self.dropped += 1
+            return True
+        if group is None or not group.is_full:
+            return False
+        group.count_one("possible", stream)
+        return True
+
     def _group(self, match: Match, signature: str, frames: list[Frame]) -> Group | None:
         """The group of this kind and signature, or None where there are too many."""
         kind, sure = match
@@ -233,10 +244,15 @@ def signature_of(kind: Kind, traceback: Traceback) -> str:
     root = ""
     if traceback.cause is not None:
         root = next((f"; after {one.exception}" for one in traceback.cause.chain if one.exception), "")
-    message = _NUMBERS.sub("#", traceback.message)[:160] if kind is UNKNOWN else ""
-    name = traceback.exception or "(the exception is cut off)"
     names = " < ".join([f"{_file_name(file)}:{function}" for file, _, function in traceback.frames[-1:-4:-1]])
-    return f"{name}{': ' if message else ''}{message}{' in ' if names else ''}{names}{root}"
+    return f"{words_of(kind, traceback.exception, traceback.message)}{' in ' if names else ''}{names}{root}"
+
+
+def words_of(kind: Kind, exception: str, message: str) -> str:
+    """How a signature begins: of an unknown kind with the message, but for its numbers."""
+    name = exception or "(the exception is cut off)"
+    words = _NUMBERS.sub("#", message)[:160] if kind is UNKNOWN else ""
+    return f"{name}: {words}" if words else name
 
 
 def _evidence(log: str, traceback: Traceback) -> Evidence:

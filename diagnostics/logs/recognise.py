@@ -103,8 +103,8 @@ gated = once_for_all_digits(_gated, digits_matter)
 
 def of_line(text: str) -> Match | None:
     """The kind of a line that is no part of a traceback."""
-    candidates = _known_candidates(text)
-    return _best([(kind, mark.sure) for kind, mark in candidates if not mark.stack]) if candidates else None
+    found = _known_candidates(text)
+    return _best([(kind, mark.sure) for kind, mark in found if not mark.stack]) if found else None
 
 
 def of_traceback(traceback: Traceback) -> tuple[Match, bool]:
@@ -134,11 +134,11 @@ def _hijacked(traceback: Traceback) -> bool:
 
 def _of_words(text: str, traceback: Traceback) -> list[Match]:
     """What `text` means, said with this stack."""
-    candidates = _candidates(text)
-    if not candidates:
+    found = candidates(text)
+    if not found:
         return []
     stack = stack_of(traceback)
-    fitting = ((kind, mark.sure) for kind, mark in candidates if not mark.stack or re.search(mark.stack, stack))
+    fitting = ((kind, mark.sure) for kind, mark in found if not mark.stack or re.search(mark.stack, stack))
     return [_whose(match, traceback, stack) for match in fitting]
 
 
@@ -158,7 +158,7 @@ def of_dump(dump: Dump) -> Match | None:
     return of_line(dump.cause)
 
 
-def _candidates(text: str) -> tuple[tuple[Kind, Mark], ...]:
+def candidates(text: str) -> tuple[tuple[Kind, Mark], ...]:
     """Kinds with a mark that is in `text`, whatever the stack."""
     squeezed = "".join(text.split())
     special = _RARE_ENDS.search(squeezed) or any([end in squeezed for end in _COMMON_ENDS])  # noqa: C419 - faster so
@@ -166,7 +166,7 @@ def _candidates(text: str) -> tuple[tuple[Kind, Mark], ...]:
     return tuple([(kind, mark) for words, kind, mark in table if words in squeezed and _fits(mark, text)])
 
 
-_known_candidates = once_for_all_digits(_candidates, digits_matter)
+_known_candidates = once_for_all_digits(candidates, digits_matter)
 
 
 def _fits(mark: Mark, text: str) -> bool:

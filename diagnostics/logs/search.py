@@ -7,15 +7,15 @@ wrapped in the middle of a message is put together with the next one.
 from __future__ import annotations
 
 import sys
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from diagnostics.logs import floods
 from diagnostics.logs.dumps import Dump, DumpReader
 from diagnostics.logs.floods import Run
-from diagnostics.logs.groups import Group, Groups, signature_of
-from diagnostics.logs.kinds import Sure
+from diagnostics.logs.groups import Group, Groups, signature_of, words_of
+from diagnostics.logs.kinds import UNKNOWN, Sure
 from diagnostics.logs.reader import Line, blocks, lines, template_for
-from diagnostics.logs.recognise import GATES, Match, digits_matter, gated, of_dump, of_line, of_traceback, stack_of
+from diagnostics.logs.recognise import GATES, Match, candidates, digits_matter, gated, of_dump, of_line, of_traceback, stack_of
 from diagnostics.logs.shapes import FRAME, SOURCE
 from diagnostics.logs.streams import MAX_QUIET_LINES
 from diagnostics.logs.templates import Template, keep, zeroed, zeroed_lines
@@ -30,6 +30,12 @@ _MAX_RUNS = 256
 _WRAPPED = 25  # characters, without what loggers put before: a terminal is not narrower
 
 
+class _Noted(NamedTuple):
+    group: Group | None
+    match: Match
+    signature: str
+
+
 class LogSearch:
     """Reads one log, called `log`, into `groups`; `lines` and `bytes` count what it read."""
 
@@ -39,8 +45,9 @@ class LogSearch:
         self._begun: tuple[Line, int] | None = None  # a line that may go on in the next one, and its number
         self._known: dict[tuple[object, ...], tuple[Match, bool, str]] = {}
         self._runs: dict[str, Run] = {}  # by stream
-        self._known_runs: dict[tuple[bytes, ...], list[tuple[Group, Sure]]] = {}  # what they counted
-        self._noted: list[tuple[Group | None, Sure]] | None = None  # what is counted now, while a run is learned
+        self._known_frames: dict[floods.Key, str] = {}  # of unknown failures: the signature behind the message
+        self._known_runs: dict[floods.Key, list[tuple[Group, Sure]]] = {}  # what they counted
+        self._noted: list[_Noted] | None = None  # what is counted now, while a run is learned
         self._learning = ""  # its stream
         self._piece_bytes, self._swept = _PIECE_BYTES, 0
         self.lines = 0
@@ -139,21 +146,35 @@ class LogSearch:
             for group, sure in known:
                 group.count_one(sure, name)
             return
+        unknown = run.frames if key is not None else None
+        if unknown is not None and self._counted_as_unknown(name, *unknown):
+            del self._runs[name]
+            return
         self._noted, self._learning = [], name
         self._read_run(name)
         done: list[Traceback] = []
         is_free = self._tracebacks.end_message(name, done)
         self._take(done, [])
         noted, self._noted = self._noted, None
-        grouped = [(group, sure) for group, sure in noted if group is not None]
-        if (
-            key is not None
-            and is_free
-            and self._begun is None
-            and len(grouped) == len(noted)
-            and not digits_matter(b"\n".join(key))
-        ):
+        if key is not None and is_free and self._begun is None and not digits_matter(b"\n".join(key)):
+            self._learn(key, unknown, noted)
+
+    def _learn(self, key: floods.Key, unknown: tuple[floods.Key, str, str] | None, noted: list[_Noted]) -> None:
+        """Remember what a run counted."""
+        grouped = [(one.group, one.match[1]) for one in noted if one.group is not None]
+        if len(grouped) == len(noted):
             keep(self._known_runs, key, grouped, floods.MAX_KNOWN)
+        if unknown is not None and [one.match[0] for one in noted] == [UNKNOWN]:
+            frames, exception, message = unknown
+            where = noted[0].signature.removeprefix(words_of(UNKNOWN, exception, message))
+            keep(self._known_frames, frames, where, floods.MAX_KNOWN)
+
+    def _counted_as_unknown(self, name: str, frames: floods.Key, exception: str, message: str) -> bool:
+        """Whether a traceback was counted whose frames are those of an unknown failure, and whose message names no known one."""
+        where = self._known_frames.get(frames)
+        if where is None or candidates(f"{exception}: {message}" if message else exception):
+            return False
+        return self.groups.count_unknown(words_of(UNKNOWN, exception, message) + where, name)
 
     def _read_run(self, name: str) -> None:
         """Read the lines of a run one by one."""
@@ -192,7 +213,7 @@ class LogSearch:
             line, number = begun if match is not None else (line, number)
         if match is not None:
             if number in self.counted:
-                self._note(self.groups.add_line(self.log, match, number, line.stream, line.text), match, line.stream)
+                self._note(self.groups.add_line(self.log, match, number, line.stream, line.text), match, "", line.stream)
         elif begun is None and len(line.text) >= _WRAPPED:
             self._begun = line, number
 
@@ -201,7 +222,7 @@ class LogSearch:
             if traceback.is_stack or traceback.first_line not in self.counted:
                 continue
             match, needed_tail, signature = self._recognised(traceback)
-            self._note(self.groups.add_traceback(self.log, match, signature, traceback), match, traceback.stream)
+            self._note(self.groups.add_traceback(self.log, match, signature, traceback), match, signature, traceback.stream)
             if not needed_tail:
                 self._take_tail(traceback)
         for dump in dumps:
@@ -233,11 +254,11 @@ class LogSearch:
             for number, text in one.tail:
                 match = of_line(text)
                 if match is not None:
-                    self._note(self.groups.add_line(self.log, match, number, one.stream, text), match, one.stream)
+                    self._note(self.groups.add_line(self.log, match, number, one.stream, text), match, "", one.stream)
 
-    def _note(self, group: Group | None, match: Match, stream: str) -> None:
+    def _note(self, group: Group | None, match: Match, signature: str, stream: str) -> None:
         if self._noted is not None and stream == self._learning:
-            self._noted.append((group, match[1]))
+            self._noted.append(_Noted(group, match, signature))
 
 
 def _what_decides(traceback: Traceback, text: bytes) -> tuple[object, ...]:
