@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diagnostics.logs import floods, groups, reader, recognise, search, templates
+from diagnostics.logs import groups, reader, recognise, search, templates
 from diagnostics.logs.search import LogSearch
 from diagnostics.logs.tracebacks import TracebackReader
 
@@ -111,17 +112,54 @@ def test_tracebacks_that_are_alike_are_recognised_as_each_would_be(lines: list[s
         assert results(text.encode()) == known
 
 
+HEAD, FRAME = "Traceback (most recent call last):", '  File "/a1.py", line 1, in f'
+
+
 @settings(max_examples=40, deadline=None)
-@given(st.lists(filled(), min_size=1, max_size=3), st.integers(2, 9))
-@example([["Traceback (most recent call last):", '  File "/a1.py", line 1, in f', "KeyError: 1"]], 8)
-@example([["RuntimeError: c20d Broken pipe"], ["RuntimeError: c10d Broken pipe"]], 8)
-@example([["Traceback (most recent call last):", '  File "/a.py", line 1, in f', "my.Odd: 1", "step 1"]], 9)
+@given(st.lists(filled(), min_size=1, max_size=2), st.integers(1, 4))
+@example([[HEAD, FRAME, "KeyError: 1"]], 3)
+@example([[HEAD, FRAME, "my.Odd: 1", *["step 1"] * 4, "CUDA out of memory."]], 3)
+@example([["RuntimeError: c10d Broken pipe"]], 3)
+@example(
+    [
+        ["RuntimeError: a"],
+        [
+            HEAD,
+            FRAME,
+            "KeyError: 1",
+            "",
+            "The above exception was the direct cause of the following exception:",
+            "",
+            HEAD,
+            FRAME,
+            "OSError: 1",
+        ],
+    ],
+    3,
+)
 def test_a_flood_counts_what_its_failures_count_one_by_one(failures: list[list[str]], times: int) -> None:
-    text = "\n".join("\n".join(lines) for number in range(times) for lines in rotated(failures, number)).encode()
-    flood = results(text)
+    numbers = [1] * 7 + list(range(2, 2 + times))  # groups are full, then other digits come
+    text = "\n".join("\n".join(lines) for number in numbers for lines in rotated(failures, number)).encode()
+    assert counts(text, held=True) == counts(text, held=False)
+
+
+def test_unknown_messages_of_a_flood_are_counted_and_known_ones_among_them_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_MAX_GROUPS", 7)
+    words = ["".join(letters) for letters in itertools.product("abc", repeat=3)] * 2
+    messages = ["CUDA out of memory. Tried", *words[:40], "CUDA out of memory. Tried", *words[40:], "a", "CUDA out of memory."]
+    text = "\n".join(f"{HEAD}\n{FRAME}\nOSError: {word}" + "\nstep 1" * (at % 4 == 3) for at, word in enumerate(messages)).encode()
+    assert counts(text, held=True) == counts(text, held=False)
+    assert counts(text, held=True)["cuda-oom", "OSError in a1.py:f"] == 3
+
+
+def counts(text: bytes, *, held: bool) -> dict[tuple[str, str], int]:
+    """How often each failure is found, with lines of failures held back or read one by one."""
+    found = groups.Groups()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(floods, "MAX_KNOWN_BYTES", -1)
-        assert results(text) == flood
+        if not held:
+            patch.setattr(LogSearch, "_hold", lambda *_: False)
+        LogSearch("log", found).read(io.BytesIO(text))
+    return {**{(group.kind.id, group.signature): group.count for group in found.ordered()}, ("", ""): found.dropped}
 
 
 def rotated(failures: list[list[str]], number: int) -> list[list[str]]:
