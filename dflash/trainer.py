@@ -7,7 +7,6 @@ nothing else, so M drafters equal one drafter with M times the micro-batches, an
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import time
@@ -18,7 +17,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from dflash import checkpoint, events, measuring, telemetry
+from dflash import checkpoint, events, measuring, resuming, telemetry
 from dflash.assembly import Parts, build
 from dflash.batch import BatchSummary, LossSums, StepStats, TargetStates
 from dflash.checkpoint import CheckpointError, TrainState
@@ -36,7 +35,6 @@ from dflash.ranks import RanksEngine, placement_of, serve
 from dflash.stopping import Stop, stop_on_signals
 from dflash.worker import Contribution, NonFiniteError, add_sums, sum_gradients
 
-RESULT_FILE = "result.json"
 USER_ERRORS = (ConfigError, DataError, CheckpointError, SafetensorError, OSError)  # what is told once, with exit code 2
 
 
@@ -52,7 +50,7 @@ def train(config: RunConfig) -> dict[str, Any] | None:
         with joined(config) as ranks:
             return train_rank(config, ranks)
     placement = place(config)
-    resumed = _saved_state(config)
+    resumed = resuming.saved_state(config)
     config.output.mkdir(parents=True, exist_ok=True)
     policy = CompilePolicy(config.compile, num_drafters=len(placement.drafters))
     with stop_on_signals() as stop, _running(config, policy, placement, stop, resumed) as measured:
@@ -65,14 +63,14 @@ def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
     """The training of one rank, which has joined the others."""
     notices: list[str] = []
     if ranks.launch.restart:
-        notices = ranks.agree("looking at the checkpoints", lambda: _set_aside(config, leads=ranks.leads), USER_ERRORS)
-        config = _restarted(config)
-        if (finished := _finished(config)) is not None:
+        notices = ranks.agree("looking at the checkpoints", lambda: resuming.set_aside(config, leads=ranks.leads), USER_ERRORS)
+        config = resuming.restarted(config)
+        if (finished := resuming.finished(config)) is not None:
             return finished if ranks.leads else None
     if not ranks.leads:
         transformers.utils.logging.disable_progress_bar()
     placement = placement_of(ranks)
-    resumed = ranks.agree("reading the checkpoint", lambda: _saved_state(config), USER_ERRORS)
+    resumed = ranks.agree("reading the checkpoint", lambda: resuming.saved_state(config), USER_ERRORS)
     first_step = resumed.step if resumed else 0
     ranks.same("step", {"resumed step": first_step})
     config.output.mkdir(parents=True, exist_ok=True)
@@ -138,7 +136,7 @@ def _train(trainer: Trainer, resumed: TrainState | None, measured: measuring.Mea
     measure = {"measure": measured.result()} if config.measure.on else {}
     result: dict[str, Any] = events.finite(collected | {"compile_cache": cache.state} | measure)
     events.record("result", **result)
-    (config.output / RESULT_FILE).write_text(json.dumps(result, indent=1))
+    (config.output / resuming.RESULT_FILE).write_text(json.dumps(result, indent=1))
     return result
 
 
@@ -278,7 +276,7 @@ class Trainer:
             "fx_errors": len(fx_errors),
             "fx_error_messages": fx_errors,
             "peak_memory_bytes": {name: peak for one in reports for name, peak in one.peak_memory_bytes.items()},
-            "checkpoint": _last_checkpoint(self._config),
+            "checkpoint": resuming.last_checkpoint(self._config),
         }
 
     def _devices(self) -> list[torch.device]:
@@ -396,49 +394,6 @@ def step_stats(
         accuracy=tuple(c / n if n else None for c, n in zip(correct, counted, strict=True)),
         sample_ids=tuple(sample for batch in batches for row in batch.sample_ids for sample in row),
     )
-
-
-def _last_checkpoint(config: RunConfig) -> str | None:
-    """The newest complete checkpoint; a measuring run that resumed nothing has none."""
-    complete = checkpoint.list_complete(config.output)
-    return str(checkpoint.checkpoint_dir(config.output) / complete[-1]) if complete else None
-
-
-def _set_aside(config: RunConfig, *, leads: bool) -> list[str]:
-    """Nobody is there to remove a damaged checkpoint when torchrun starts a run again."""
-    return checkpoint.set_aside_damaged(config.output) if leads else []
-
-
-def _restarted(config: RunConfig) -> RunConfig:
-    """Torchrun runs the first command again: go on from what the run before has saved, if anything."""
-    return dataclasses.replace(config, resume=bool(checkpoint.list_complete(config.output)))
-
-
-def _finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of a run that had ended when torchrun started it again, because something failed after that."""
-    path = config.output / RESULT_FILE
-    if not config.resume or not path.exists():
-        return None
-    if checkpoint.list_complete(config.output)[-1] != checkpoint.step_name(config.optim.steps):
-        return None
-    result: dict[str, Any] = json.loads(path.read_text())
-    return result
-
-
-def _saved_state(config: RunConfig) -> TrainState | None:
-    existing = checkpoint.list_complete(config.output)
-    if config.resume:
-        state = checkpoint.load(checkpoint.resolve(config.output, "last"))
-        if state.step >= config.optim.steps:
-            raise CheckpointError(
-                f"{config.output} is finished: its last checkpoint is of step {state.step} of {config.optim.steps}"
-            )
-        return state
-    if existing:
-        raise CheckpointError(
-            f"{config.output} already holds checkpoints up to {existing[-1]}: use --resume to go on, or another --output"
-        )
-    return None
 
 
 def _mean(values: list[float]) -> float:

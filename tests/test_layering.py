@@ -44,7 +44,7 @@ LAYERS = (
     {"compile_policy", "engine", "checkpoint"},
     {"simulation"},
     {"plan"},
-    {"worker", "features", "telemetry", "measuring", "device_time"},
+    {"worker", "features", "telemetry", "measuring", "device_time", "resuming"},
     {"assembly"},
     {"exchange", "capture"},
     {"ranks"},
