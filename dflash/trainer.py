@@ -18,6 +18,7 @@ import transformers
 from safetensors import SafetensorError
 
 from dflash import checkpoint, events, measuring, resuming, telemetry
+from dflash.arriving import Arriving
 from dflash.assembly import Parts, build
 from dflash.batch import BatchSummary, LossSums, StepStats, TargetStates
 from dflash.checkpoint import CheckpointError, TrainState
@@ -194,6 +195,7 @@ class Trainer:
             events.record("phase", text=f"warming up {what} ({self._policy.config.policy})")
             with torch.cuda.device(drafter.device) if drafter.device.type == "cuda" else contextlib.nullcontext():
                 drafter.accumulate(first)
+                drafter.settle()
                 drafter.take_contributions()
                 drafter.clear_gradients()
                 with drafter.parameters.whole():
@@ -213,8 +215,7 @@ class Trainer:
     def finish_step(self, step: int) -> bool:
         """Sum, update, copy, report, and save if it is time. Returns whether to go on."""
         parts = self.engine.collect(step)
-        sums = add_sums([part.sums for part in parts]).on_host()
-        norm, rate = self._update(step, parts, sums)
+        sums, norm, rate = self._update(step, parts)
         self.engine.after_update()
         self._steps_done = step + 1
         self._report(step, parts, sums, norm, rate)
@@ -283,27 +284,40 @@ class Trainer:
         targets = [target.device for target in self._parts.targets]
         return targets + [drafter.device for drafter in self._parts.drafters]
 
-    def _update(self, step: int, parts: list[Contribution], sums: LossSums) -> tuple[float, float]:
-        weight = float(sums.weight)
-        if weight == 0:
+    def _update(self, step: int, parts: list[Contribution]) -> tuple[LossSums, float, float]:
+        """Update the leader's weights; sums on the host, norm of the gradient, learning rate.
+
+        The sums are read while a GPU is at the update, so that it never runs out of work.
+        """
+        sum_gradients(parts, self._leader.parameters.gradients)
+        total = add_sums([part.sums for part in parts])
+        norm = self._optimizer.norm()
+        arriving = Arriving(torch.cat([total.vector().to(norm.device), norm.reshape(1)]))
+        rate = self._optimizer.step(step, total_weight=total.weight, norm=norm)
+        *_, last = values = arriving.read()
+        for drafter in self._parts.drafters:
+            drafter.settle()
+        sums = LossSums.of_vector(values[:-1])
+        empty = float(sums.weight) == 0
+        if empty:
             self._empty_steps += 1
             events.record("notice", text=f"step {step + 1}: no supervised position in any block, weights unchanged")
-            return 0.0, 0.0
-        sum_gradients(parts, self._leader.parameters.gradients)
-        norm = self._optimizer.norm(weight)
-        if not math.isfinite(norm):
-            name = self._leader.parameters.non_finite_gradient()
-            if name is not None:
-                samples = sorted({s for part in parts for b in part.batches for row in b.sample_ids for s in row})
-                raise NonFiniteError(
-                    f"the gradient of step {step + 1} is not finite; first non-finite tensor: gradient of {name}; samples: "
-                    f"{', '.join(samples[:8])}{f' and {len(samples) - 8} more' if len(samples) > 8 else ''}. "
-                    f"The last good checkpoint is kept"
-                )
-        rate = self._optimizer.step(step, total_weight=weight, norm=norm)
+        elif not math.isfinite(last):
+            self._refuse(step, parts)
         for drafter in self._parts.drafters:
             drafter.clear_gradients()
-        return norm, rate
+        return (sums, 0.0, 0.0) if empty else (sums, float(last) / float(sums.weight), rate)
+
+    def _refuse(self, step: int, parts: list[Contribution]) -> None:
+        """Raise NonFiniteError for gradients that were not used, because their norm is not finite."""
+        name = self._leader.parameters.non_finite_gradient()
+        what = "norm of its gradients, each of which is finite" if name is None else f"gradient of {name}"
+        samples = sorted({s for part in parts for b in part.batches for row in b.sample_ids for s in row})
+        raise NonFiniteError(
+            f"the gradient of step {step + 1} is not finite; first non-finite tensor: {what}; samples: "
+            f"{', '.join(samples[:8])}{f' and {len(samples) - 8} more' if len(samples) > 8 else ''}. "
+            f"The last good checkpoint is kept"
+        )
 
     def _report(self, step: int, parts: list[Contribution], sums: LossSums, norm: float, rate: float) -> None:
         now = time.perf_counter()

@@ -80,7 +80,10 @@ class DrafterWorker(Protocol):
     device: torch.device
 
     def accumulate(self, states: TargetStates) -> None:
-        """Forward and backward of one micro-batch; returns when the device is done."""
+        """Forward and backward of one micro-batch; a GPU may still be at it on return."""
+
+    def settle(self) -> None:
+        """Return when the device is done with all micro-batches."""
 
 
 class Sink(Protocol):
@@ -115,25 +118,28 @@ def target_loop(queue: Sink, times: WorkerTimes, worker: TargetWorker, doing: Do
             queue.put(number, states)
 
 
-def consume(queue: Source, times: WorkerTimes, worker: DrafterWorker, doing: Doing, *, before: int) -> None:
-    """Take micro-batches until the optimizer step has all of its own."""
+def consume(queue: Source, times: WorkerTimes, worker: DrafterWorker, doing: Doing, *, before: int, meets_others: bool) -> None:
+    """Take micro-batches until the optimizer step has all of its own. With others to meet, the device is done with them, too."""
     while True:
         with _timed(times, "wait_seconds"), doing.at("waiting", f"waiting for a micro-batch before {before}"):
             states = queue.get(before=before)
         if states is None:
-            return
+            break
         number = states.batch.index
         with _timed(times, "busy_seconds"), doing.at("working", f"gradients of micro-batch {number}"):
             with events.span("drafter.accumulate", number=number):
                 worker.accumulate(states)
             times.items += 1
             times.tokens += states.batch.num_tokens
+    if meets_others:
+        with _timed(times, "busy_seconds"), doing.at("working", f"gradients of micro-batches before {before}"):
+            worker.settle()
 
 
 @contextlib.contextmanager
-def syncing(times: WorkerTimes) -> Iterator[None]:
-    """Count the block as time in which a drafter waits for the others."""
-    with _timed(times, "sync_seconds"):
+def finishing(times: WorkerTimes, *, meets_others: bool) -> Iterator[None]:
+    """Count the block as time in which a drafter waits for the others, or works, where there are none."""
+    with _timed(times, "sync_seconds" if meets_others else "busy_seconds"):
         yield
 
 

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from dflash import events
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.engine.launch import Agreement, Launch, Silent, differences, host
-from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
+from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, finishing, on_device, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
 from dflash.engine.transport import ReceivingQueue, introduce
@@ -219,8 +219,9 @@ class Ranks:
         with on_device(self.device):
             run.queue.start()
             for step in range(run.first_step, run.num_steps):
-                consume(run.queue, run.times, worker, self.doing, before=(step + 1) * run.batches_per_step)
-                with syncing(run.times), events.span("drafter.step", step=step):
+                before = (step + 1) * run.batches_per_step
+                consume(run.queue, run.times, worker, self.doing, before=before, meets_others=True)
+                with finishing(run.times, meets_others=True), events.span("drafter.step", step=step):
                     if not run.finish_step(step):
                         break
             with self.doing.at("waiting", "dropping what is no longer wanted"):
