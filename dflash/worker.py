@@ -129,6 +129,7 @@ class DrafterModelWorker:
         self._score: Score = policy.compiled(scores) if config.compile.loss else scores
         self._contributions: list[Contribution] = []
         self._unsettled: list[tuple[TargetStates, Arriving]] = []  # with the loss of each
+        self._most_unsettled = 1 if device.type == "cuda" else 0
 
     @property
     def parameters(self) -> Parameters:
@@ -154,7 +155,7 @@ class DrafterModelWorker:
         """
         with self._policy.turn(self.name, "training", self.device):
             self._accumulate(states.to(self.device))
-        self._settle(keep=1 if self.device.type == "cuda" else 0)
+        self._settle(keep=self._most_unsettled)
 
     def settle(self) -> None:
         """Return when the device is done with all micro-batches. Raises NonFiniteError."""

@@ -43,6 +43,7 @@ from regression.bench.figures import Figure, Result
 from regression.bench.settings import Settings
 
 GIB = 2**30
+_SYNC_WARNING = "called a synchronizing CUDA operation"  # that the mode is a prototype is warned of, too
 
 
 def measure(settings: Settings) -> Result:
@@ -259,7 +260,7 @@ def _counting_syncs() -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found += [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)]
+    found += [f"{one.filename}:{one.lineno}" for one in seen if _SYNC_WARNING in str(one.message)]
 
 
 def _sizes(config: RunConfig, shape: DrafterShape) -> dict[str, int]:
