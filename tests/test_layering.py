@@ -55,7 +55,14 @@ LAYERS = (
     {"__main__"},
 )
 PURE = (  # imports no torch: usable in a report or a CI job without it
-    *("dflash.config", "dflash.events", "dflash.presets", "dflash.segments", "dflash.decoding.acceptance"),
+    *(
+        "dflash.config",
+        "dflash.events",
+        "dflash.presets",
+        "dflash.segments",
+        "dflash.decoding.acceptance",
+        "dflash.decoding.comparing",
+    ),
     *("dflash.engine.roles", "dflash.engine.waits", "dflash.simulation"),
     "dflash.checking.settings",
     *("dflash.decoding.tree", "dflash.decoding.tree_cost"),
