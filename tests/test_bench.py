@@ -160,6 +160,15 @@ def test_levers_are_off_as_in_the_trainer_and_reach_a_child_as_its_flags() -> No
     assert (config.compile.loss, config.compile.target, config.optim.bf16_copies) == (True, True, True)
 
 
+@pytest.mark.parametrize("lever", ["fp8", "copies"])
+def test_levers_of_gpus_are_refused_on_a_cpu_before_a_bench_starts(lever: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for main in (front.main, drafter_step.main):
+        with pytest.raises(SystemExit) as stopped:
+            main([*(["drafter_step"] if main is front.main else []), "--device", "cpu", "--levers", lever])
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.count("is for GPUs") == 1
+
+
 def test_bf16_copies_are_refused_where_training_is_in_fp32() -> None:
     config = Settings(shape="tiny", device=CPU, rounds=1, levers=("copies",)).config()
     shape = settings.drafter_shape(config)

@@ -1,11 +1,14 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from dflash.__main__ import main
-from dflash.config import ConfigError
+from dflash.config import ConfigError, LossConfig
+from dflash.engine import processes
 from dflash.engine.launch import Launch, differences
+from dflash.presets import tiny_cpu
 
 VARIABLES = {
     "RANK": "3",
@@ -28,6 +31,13 @@ def test_without_torchrun_the_command_says_how_to_start_it(
     assert shown.count("error:") == 1
     assert "not set: RANK, WORLD_SIZE" in shown
     assert "torchrun --nproc-per-node N -m dflash train" in shown
+
+
+def test_a_rank_says_what_its_device_cannot_do_before_anything_is_loaded() -> None:
+    config = dataclasses.replace(tiny_cpu(), engine="processes", loss=LossConfig(fp8_head=True))
+    with pytest.raises(ConfigError, match="fp8-head is for GPUs"):
+        processes._device(config, Launch.read(VARIABLES))
+    assert processes._device(dataclasses.replace(config, loss=LossConfig()), Launch.read(VARIABLES)) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("name", "value"), [("MASTER_ADDR", ""), ("RANK", "first")])

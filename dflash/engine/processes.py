@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from dflash import events
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
+from dflash.engine.devices import check_abilities
 from dflash.engine.launch import Agreement, Launch, Silent, differences, host
 from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
 from dflash.engine.reading import ReadingQueue
@@ -322,7 +323,9 @@ def _facts(config: RunConfig) -> dict[str, Any]:
 
 def _device(config: RunConfig, launch: Launch) -> torch.device:
     if config.devices == "cpu":
-        return torch.device("cpu")
+        device = torch.device("cpu")
+        check_abilities(config, [device])
+        return device
     found, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     if found < launch.local_world_size:
         raise ConfigError(
@@ -330,7 +333,9 @@ def _device(config: RunConfig, launch: Launch) -> torch.device:
             f"{launch.rank} on {host()} found {found} (CUDA_VISIBLE_DEVICES {visible}): "
             f"start fewer (--nproc-per-node), or use --devices cpu"
         )
-    return torch.device("cuda", launch.local_rank)
+    device = torch.device("cuda", launch.local_rank)
+    check_abilities(config, [device])
+    return device
 
 
 def _connect(
