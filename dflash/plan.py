@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dflash import simulation
 from dflash.config import ConfigError, RunConfig, TargetConfig, Topology
 from dflash.modeling.anatomy import text_config, text_decoder
 from dflash.modeling.drafter import Drafter
@@ -32,6 +31,8 @@ from dflash.modeling.shape import DrafterShape
 from dflash.modeling.work import drafter_step_tflop, target_forward_tflop
 from dflash.plan_memory import Sizes, memory_of
 from dflash.plan_speed import Rates, read_rates, speed_of
+from dflash.simulated_runs import report
+from dflash.simulation import Fleet
 
 __all__ = ["Rates", "options", "plan", "read_rates", "simulated"]
 
@@ -120,7 +121,9 @@ def options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--network-gb-per-second", type=float, default=50.0, help="--simulate: a GPU to another machine (50)")
     parser.add_argument("--states-gb", type=float, default=0.0, help="--simulate: target states of a micro-batch (0)")
     parser.add_argument("--gradients-gb", type=float, default=0.0, help="--simulate: gradients of a drafter (0)")
-    parser.add_argument("--spread", type=float, default=0.05, help="--simulate: of stage times, a share of the mean (0.05)")
+    parser.add_argument(
+        "--spread", type=float, default=0.05, help="--simulate: of stage times, where a run does not tell it (0.05)"
+    )
     return parser.parse_known_args(arguments)
 
 
@@ -129,14 +132,14 @@ def simulated(own: argparse.Namespace) -> dict[str, Any]:
     positive = (own.gpus_per_node, own.link_gb_per_second, own.network_gb_per_second)
     if min(positive) <= 0 or min(own.states_gb, own.gradients_gb, own.spread) < 0:
         raise ConfigError("--simulate: machines and links must be above 0, sizes and spread 0 or more")
-    fleet = simulation.Fleet(
+    fleet = Fleet(
         gpus_per_node=own.gpus_per_node,
         link_gb_per_second=own.link_gb_per_second,
         network_gb_per_second=own.network_gb_per_second,
         states_bytes=own.states_gb * 1e9,
         gradient_bytes=own.gradients_gb * 1e9,
     )
-    return simulation.report(own.simulate, own.gpus, fleet, spread=own.spread)
+    return report(own.simulate, own.gpus, fleet, spread=own.spread)
 
 
 def _advice(config: RunConfig, sizes: Sizes, gpu_memory_gib: float) -> str | None:

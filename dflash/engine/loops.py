@@ -29,6 +29,7 @@ class WorkerTimes:
     items: int = 0
     tokens: int = 0
     busy_seconds: float = 0.0
+    busy_square_seconds: float = 0.0  # sum over items of the square of the seconds of each: how far they spread
     wait_seconds: float = 0.0  # target: queue full; drafter: queue empty
     sync_seconds: float = 0.0  # drafter: waiting for the others and for the leader
 
@@ -154,4 +155,7 @@ def _timed(times: WorkerTimes, field_name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(times, field_name, getattr(times, field_name) + time.perf_counter() - started)
+        spent = time.perf_counter() - started
+        setattr(times, field_name, getattr(times, field_name) + spent)
+        if field_name == "busy_seconds":
+            times.busy_square_seconds += spent**2
