@@ -152,6 +152,14 @@ def test_bad_usage_is_refused_before_anything_runs(arguments: list[str], monkeyp
     assert stopped.value.code == 2
 
 
+def test_what_takes_long_or_needs_more_is_only_measured_by_name(tmp_path: Path) -> None:
+    left_out = {"specforge", "simulation"}
+    assert set(front._options(["--device", "cpu"]).names) == set(front.BENCHES) - left_out
+    assert front._options(["simulation", "--device", "cpu"]).names == ["simulation"]
+    (tmp_path / "specforge").mkdir()
+    assert "specforge" in front._options(["--device", "cpu", "--specforge", str(tmp_path)]).names
+
+
 def test_levers_are_off_as_in_the_trainer_and_reach_a_child_as_its_flags() -> None:
     assert "--compile.loss" not in TINY.train_flags()
     levers = Settings(shape="tiny", device=CPU, rounds=1, levers=("loss", "target", "copies"))

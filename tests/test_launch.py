@@ -7,7 +7,7 @@ import torch
 from dflash.__main__ import main
 from dflash.config import ConfigError, LossConfig
 from dflash.engine import processes
-from dflash.engine.launch import Launch, differences
+from dflash.engine.launch import Launch, differences, source_digest
 from dflash.presets import tiny_cpu
 
 VARIABLES = {
@@ -61,6 +61,21 @@ def test_differences_name_the_value_and_both_ranks() -> None:
     assert "versions.torch is '2.12.1' on rank 2 and '2.13.0' on rank 0" in text
     assert "rank 1" not in text
     assert differences([one, dict(one)]) is None
+
+
+def test_sources_that_differ_have_another_digest_wherever_they_lie(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "part").mkdir(parents=True)
+        (tmp_path / name / "part" / "file.py").write_text("x = 1\n")
+        (tmp_path / name / "notes.txt").write_text(name)
+    assert source_digest(tmp_path / "one") == source_digest(tmp_path / "two")
+    (tmp_path / "two" / "part" / "file.py").write_text("x = 2\n")
+    assert source_digest(tmp_path / "one") != source_digest(tmp_path / "two")
+    (tmp_path / "one" / "part" / "file.py").rename(tmp_path / "one" / "part" / "moved.py")
+    (tmp_path / "two" / "part" / "file.py").write_text("x = 1\n")
+    assert source_digest(tmp_path / "one") != source_digest(tmp_path / "two")
+    config = dataclasses.replace(tiny_cpu(), engine="processes")
+    assert source_digest() in processes._facts(config)["versions"].values()
 
 
 @pytest.mark.parametrize(

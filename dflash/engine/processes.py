@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from dflash import events
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.engine.devices import check_abilities
-from dflash.engine.launch import Agreement, Launch, Silent, differences, host
+from dflash.engine.launch import Agreement, Launch, Silent, differences, host, source_digest
 from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
@@ -318,7 +318,8 @@ def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Rol
 def _facts(config: RunConfig) -> dict[str, Any]:
     """What must be equal on all ranks."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
-    return {"versions": versions | {"python": platform.python_version()}, "config": to_dict(config)}
+    own = {"python": platform.python_version(), "dflash (digest of its sources)": source_digest()}
+    return {"versions": versions | own, "config": to_dict(config)}
 
 
 def _device(config: RunConfig, launch: Launch) -> torch.device:
