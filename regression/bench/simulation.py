@@ -5,8 +5,8 @@
 Real runs through threads and `torchrun`, with 2 to 6 workers and `--rounds` optimizer steps each. Stages have a planted length
 (`regression.bench.planted_stages`), so that workers that share a few cores run as if each had its own device, which is what is
 simulated. Each run is foretold twice: from its own stage times, and from those of the first run, another topology and engine.
-Known limits: it takes minutes, and is made only when it is named; a machine that is too busy for the planted stages shows in
-`own work`, the share of a stage that was not waited for.
+Known limits: it takes ten minutes, and is made only when it is named. On a machine that is so busy that the tiny model's own work
+exceeds the planted stages, the first run's stage times are no longer those of the others.
 """
 
 from __future__ import annotations
