@@ -35,6 +35,7 @@ from dflash.engine.launch import Agreement, Launch, Silent, differences, host, s
 from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
+from dflash.engine.storage import check_storage
 from dflash.engine.transport import ReceivingQueue, introduce
 from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
@@ -259,7 +260,7 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     (a SystemExit, exit code 2) where the ranks cannot start, after one of them has said why. Inside the block, what this or
     another rank finds wrong (2) or fails with (1) ends the process.
     """
-    launch = Launch.read()
+    launch = _launch()
     store = launch.open_store()
     agreement = Agreement(store, launch)
     agreement.end_if_refused()
@@ -295,8 +296,18 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
             os._exit(int(leaving.code or 1))
 
 
+def _launch() -> Launch:
+    """The variables of torchrun. What is wrong with them is told once a machine: without them, ranks cannot talk to each other."""
+    try:
+        return Launch.read()
+    except ConfigError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            raise Silent(2) from None
+        raise
+
+
 def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Roles, torch.device, list[Peer]]:
-    """What can be said before connecting: all ranks are of one kind, as many as workers, and have their devices."""
+    """What can be said before connecting: all ranks are of one kind, as many as workers, have their devices and one storage."""
     error = None
     try:
         device = _device(config, launch)
@@ -311,6 +322,7 @@ def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Rol
         roles = Roles.assign(topology, tuple(one["node"] for one in said), config.target.tensor_parallel)
     except ConfigError as found:
         agreement.end(0, str(found))
+    check_storage(config.output, launch, agreement)
     peers = [Peer(rank=rank, worker=roles.worker(rank), host=one["host"], pid=one["pid"]) for rank, one in enumerate(said)]
     return roles, device, peers
 
