@@ -297,7 +297,7 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
 
 
 def _launch() -> Launch:
-    """The variables of torchrun. What is wrong with them is told once a machine: without them, ranks cannot talk to each other."""
+    """The variables of torchrun. What is wrong with them is told once a machine: without them ranks cannot talk to others."""
     try:
         return Launch.read()
     except ConfigError:
