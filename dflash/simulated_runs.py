@@ -3,7 +3,8 @@
 A run's `result.json` has, for every worker, micro-batches, seconds at work and the sum of their squares: mean and spread of its
 stage. What a drafter spends at the ends of steps, without saving and decoding, is waiting for the other drafters, which the
 simulation foretells, and the update, which is the rest. Results from before the squares were written have the spread that is
-asked for. A run is simulated from its start with as many steps as it had, because its rate counts the filling of the queue.
+asked for. On GPUs a lone drafter's last micro-batch of a step may still run when the step is finished, and then counts as update.
+A run is simulated from its start with as many steps as it had, because its rate counts the filling of the queue.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def stages_of(result: dict[str, Any], config: dict[str, Any], *, spread: float =
         )
         batches, queue_items = sum(row["items"] for row in drafters), config["telemetry"]["queue_items"]
         apart = result["seconds"]["checkpoints"] + result["seconds"].get("decoding", 0.0)
-        step_end = (sum(row["sync_seconds"] for row in drafters) / len(drafters) - apart) / result["steps"]
+        ends = sum(row["sync_seconds"] + row.get("finish_seconds", 0.0) for row in drafters) / len(drafters)
+        step_end = (ends - apart) / result["steps"]
         stages = Stages(
             target_seconds=_mean(targets),
             drafter_seconds=_mean(drafters),
@@ -87,7 +89,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _mean(rows: Sequence[dict[str, Any]]) -> float:
-    return float(sum(row["busy_seconds"] for row in rows) / sum(row["items"] for row in rows))
+    busy = sum(row["busy_seconds"] - row.get("finish_seconds", 0.0) for row in rows)
+    return float(busy / sum(row["items"] for row in rows))
 
 
 def _spread(rows: Sequence[dict[str, Any]], unknown: float) -> float:

@@ -6,14 +6,18 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.__main__ import main
 from dflash.config import ConfigError, Topology
+from dflash.engine import loops
+from dflash.engine.loops import Doing, WorkerTimes
 from dflash.presets import PRESETS
 from dflash.simulated_runs import foretold, report, stages_of
 from dflash.simulation import EngineName, Fleet, Stages, best_split, mean_of_runs, simulate, with_update_of
@@ -205,6 +209,35 @@ def test_stage_times_are_what_workers_did() -> None:
     assert found.update_seconds == pytest.approx((0.7 - 0.3 - 0.1) / 10 - waits)  # without saving and decoding
     assert (found.tokens, found.batches_per_drafter, found.slots, found.queue_items) == (100.0, 2.0, 3, 5)
     assert (found.target_spread, found.drafter_spread) == (0.0, 0.0)
+
+
+def test_what_a_lone_drafter_does_at_the_ends_of_steps_is_update_and_not_learning() -> None:
+    lone = {"worker": "drafter-0", "items": 20, "busy_seconds": 9.0, "finish_seconds": 2.0, "sync_seconds": 0.0}
+    found = stages_of({**RESULT, "topology": "1t+1d", "workers": [RESULT["workers"][0], lone]}, CONFIG, spread=0.0)
+    assert found.drafter_seconds == pytest.approx((9.0 - 2.0) / 20)
+    assert found.update_seconds == pytest.approx((2.0 - 0.3 - 0.1) / 10)
+
+
+def test_workers_count_their_micro_batches_and_what_lies_between_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, clock = WorkerTimes(worker="target-0", device="cpu"), [0.0]
+    monkeypatch.setattr("dflash.engine.loops.time.perf_counter", lambda: clock[0])
+    lasting = {0: 1.0, 1: 3.0}
+
+    class Worker:
+        device = torch.device("cpu")
+
+        def produce(self, number: int) -> Any:
+            clock[0] += lasting[number]
+            return SimpleNamespace(batch=SimpleNamespace(num_tokens=5))
+
+    queue = SimpleNamespace(claim=iter([0, 1, None]).__next__, put=lambda _number, _item: None)
+    loops.target_loop(queue, times, Worker(), Doing())
+    assert (times.items, times.busy_seconds, times.busy_square_seconds) == (2, 4.0, 1.0 + 9.0)
+    for meets_others in (False, True):
+        with loops.finishing(times, meets_others=meets_others):
+            clock[0] += 7.0
+    assert (times.finish_seconds, times.sync_seconds) == (7.0, 7.0)
+    assert (times.busy_seconds, times.busy_square_seconds) == (11.0, 10.0)
 
 
 def test_the_spread_of_a_stage_is_read_from_its_squares() -> None:

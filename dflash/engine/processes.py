@@ -32,7 +32,7 @@ from dflash import events
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.engine.devices import check_abilities
 from dflash.engine.launch import Agreement, Launch, Silent, differences, host, source_digest
-from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
+from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, finishing, on_device, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
 from dflash.engine.storage import check_storage
@@ -221,8 +221,9 @@ class Ranks:
         with on_device(self.device):
             run.queue.start()
             for step in range(run.first_step, run.num_steps):
-                consume(run.queue, run.times, worker, self.doing, before=(step + 1) * run.batches_per_step)
-                with syncing(run.times), events.span("drafter.step", step=step):
+                before = (step + 1) * run.batches_per_step
+                consume(run.queue, run.times, worker, self.doing, before=before, meets_others=True)
+                with finishing(run.times, meets_others=True), events.span("drafter.step", step=step):
                     if not run.finish_step(step):
                         break
             with self.doing.at("waiting", "dropping what is no longer wanted"):
