@@ -29,6 +29,8 @@ class WorkerTimes:
     items: int = 0
     tokens: int = 0
     busy_seconds: float = 0.0
+    busy_square_seconds: float = 0.0  # sum over items of the square of the seconds of each: how far they spread
+    finish_seconds: float = 0.0  # a lone drafter's at the ends of steps, which count as busy
     wait_seconds: float = 0.0  # target: queue full; drafter: queue empty
     sync_seconds: float = 0.0  # drafter: waiting for the others and for the leader
 
@@ -110,10 +112,9 @@ def target_loop(queue: Sink, times: WorkerTimes, worker: TargetWorker, doing: Do
             number = queue.claim()
         if number is None:
             return
-        with _timed(times, "busy_seconds"), doing.at("working", f"target states of micro-batch {number}"):
+        with _on_an_item(times), doing.at("working", f"target states of micro-batch {number}"):
             with events.span("target.forward", number=number):
                 states = worker.produce(number)
-            times.items += 1
             times.tokens += states.batch.num_tokens
             queue.put(number, states)
 
@@ -126,10 +127,9 @@ def consume(queue: Source, times: WorkerTimes, worker: DrafterWorker, doing: Doi
         if states is None:
             break
         number = states.batch.index
-        with _timed(times, "busy_seconds"), doing.at("working", f"gradients of micro-batch {number}"):
+        with _on_an_item(times), doing.at("working", f"gradients of micro-batch {number}"):
             with events.span("drafter.accumulate", number=number):
                 worker.accumulate(states)
-            times.items += 1
             times.tokens += states.batch.num_tokens
     if meets_others:
         with _timed(times, "busy_seconds"), doing.at("working", f"gradients of micro-batches before {before}"):
@@ -139,8 +139,10 @@ def consume(queue: Source, times: WorkerTimes, worker: DrafterWorker, doing: Doi
 @contextlib.contextmanager
 def finishing(times: WorkerTimes, *, meets_others: bool) -> Iterator[None]:
     """Count the block as time in which a drafter waits for the others, or works, where there are none."""
+    busy = times.busy_seconds
     with _timed(times, "sync_seconds" if meets_others else "busy_seconds"):
         yield
+    times.finish_seconds += times.busy_seconds - busy
 
 
 @contextlib.contextmanager
@@ -161,3 +163,13 @@ def _timed(times: WorkerTimes, field_name: str) -> Iterator[None]:
         yield
     finally:
         setattr(times, field_name, getattr(times, field_name) + time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _on_an_item(times: WorkerTimes) -> Iterator[None]:
+    """Count the block as work on one micro-batch."""
+    before = times.busy_seconds
+    with _timed(times, "busy_seconds"):
+        yield
+    times.items += 1
+    times.busy_square_seconds += (times.busy_seconds - before) ** 2
