@@ -129,7 +129,8 @@ class DrafterModelWorker:
         self._score: Score = policy.compiled(scores) if config.compile.loss else scores
         self._contributions: list[Contribution] = []
         self._unsettled: list[tuple[TargetStates, Arriving]] = []  # with the loss of each
-        self._most_unsettled = 1 if device.type == "cuda" else 0
+        # Ranks receive the next states into the slot that these came in.
+        self._most_unsettled = 1 if device.type == "cuda" and config.engine == "threads" else 0
 
     @property
     def parameters(self) -> Parameters:
@@ -150,8 +151,8 @@ class DrafterModelWorker:
     def accumulate(self, states: TargetStates) -> None:
         """Add the gradients of one micro-batch.
 
-        A GPU may still be at it when this returns, but not at the one before: so it always has work. `settle` waits for the
-        rest. Raises NonFiniteError for any of them.
+        In threads, a GPU may still be at it when this returns, but not at the one before: so it always has work. `settle` waits
+        for the rest. Raises NonFiniteError for any of them.
         """
         with self._policy.turn(self.name, "training", self.device):
             self._accumulate(states.to(self.device))
