@@ -147,7 +147,9 @@ def test_unknown_messages_of_a_flood_are_counted_and_known_ones_among_them_are_f
     monkeypatch.setattr(groups, "_MAX_GROUPS", 7)
     words = ["".join(letters) for letters in itertools.product("abc", repeat=3)] * 2
     messages = ["CUDA out of memory. Tried", *words[:40], "CUDA out of memory. Tried", *words[40:], "a", "CUDA out of memory."]
-    text = "\n".join(f"{HEAD}\n{FRAME}\nOSError: {word}" + "\nstep 1" * (at % 4 == 3) for at, word in enumerate(messages)).encode()
+    text = "\n".join(
+        f"{HEAD}\n{FRAME}\nOSError: {word}" + "\nstep 1" * (at % 4 == 3) for at, word in enumerate(messages)
+    ).encode()
     assert counts(text, held=True) == counts(text, held=False)
     assert counts(text, held=True)["cuda-oom", "OSError in a1.py:f"] == 3
 

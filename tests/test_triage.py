@@ -360,7 +360,7 @@ def test_lines_are_numbered_as_an_editor_numbers_them(filler: int, tail: str) ->
 @given(st.text("ab \n\r\té", max_size=60), st.integers(1, 9), st.integers(1, 9))
 def test_blocks_of_any_size_are_whole_lines_and_lose_nothing(text: str, head: int, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "_HEAD_BYTES", head)
+        patch.setattr(reader, "HEAD_BYTES", head)
         patch.setattr(reader, "BLOCK_BYTES", size)
         found = list(reader.blocks(io.BytesIO(text.encode())))
     assert b"".join(found) == text.encode()

@@ -53,8 +53,9 @@ def blocks(file: BinaryIO) -> Iterator[bytes]:
     return whole_lines(itertools.chain([head], pieces(file)), decoder(encoding(head)))
 
 
-def pieces(file: BinaryIO, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """What follows in the file, up to byte `end` of it."""
+def pieces(file: BinaryIO, end: int | None = None, size: int | None = None) -> Iterator[bytes]:
+    """What follows in the file, up to byte `end` of it, `size` bytes at once."""
+    size = BLOCK_BYTES if size is None else size
     while piece := file.read(size if end is None else min(size, end - file.tell())):
         yield piece
 
