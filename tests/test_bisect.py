@@ -255,7 +255,7 @@ def test_what_the_installer_refuses_cannot_be_built_and_other_failures_say_nothi
         environments.python_of(("beta==2", "gamma==1"))
     assert list(tmp_path.glob("*/complete")) == list(tmp_path.glob("*/requirements.txt")) == []
     answers = iter([None, "ERROR: Connection refused"])
-    monkeypatch.setattr(venvs, "_run", lambda _: next(answers))
+    monkeypatch.setattr(venvs, "_run", lambda *_: next(answers))
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: 0)
     with pytest.raises(NotObserved, match="outside of the versions"):
