@@ -269,7 +269,7 @@ def test_an_environment_that_was_broken_off_is_made_anew(tmp_path: Path, monkeyp
     left_over.touch()
     made: list[list[str]] = []
 
-    def run(command: list[str]) -> None:
+    def run(command: list[str], _held: int) -> None:
         made.append(command)
         if "venv" in command:
             (Path(command[-1]) / "bin").mkdir(parents=True)
