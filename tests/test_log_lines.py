@@ -160,6 +160,7 @@ def counts(text: bytes, *, held: bool) -> dict[tuple[str, str], int]:
     with pytest.MonkeyPatch.context() as patch:
         if not held:
             patch.setattr(LogSearch, "_hold", lambda *_: False)
+            patch.setattr(LogSearch, "_says_nothing", lambda *_: False)
         LogSearch("log", found).read(io.BytesIO(text))
     return {**{(group.kind.id, group.signature): group.count for group in found.ordered()}, ("", ""): found.dropped}
 

@@ -16,7 +16,7 @@ from diagnostics.logs.groups import Group, Groups, signature_of, words_of
 from diagnostics.logs.kinds import UNKNOWN, Sure
 from diagnostics.logs.reader import Line, blocks, lines, template_for
 from diagnostics.logs.recognise import GATES, Match, candidates, digits_matter, gated, of_dump, of_line, of_traceback, stack_of
-from diagnostics.logs.shapes import FRAME, SOURCE
+from diagnostics.logs.shapes import FRAME, OTHER, SOURCE
 from diagnostics.logs.streams import MAX_QUIET_LINES
 from diagnostics.logs.templates import Template, keep, zeroed, zeroed_lines
 from diagnostics.logs.traceback import Traceback
@@ -186,6 +186,9 @@ class LogSearch:
                     self.feed(line, number)
 
     def _read_line(self, raw: bytes, key: bytes, template: Template | None, number: int) -> None:
+        if template is not None and template.is_ == OTHER and self._says_nothing(raw, key, template):
+            self._begun = None
+            return
         if template is not None and template.is_ in _GO_ON and self._tracebacks.goes_on(raw, template, number):
             self._begun = None
             return
@@ -193,6 +196,17 @@ class LogSearch:
             if line.stream in self._runs:
                 self._read_run(line.stream)
             self.feed(line, number)
+
+    def _says_nothing(self, raw: bytes, key: bytes, template: Template) -> bool:
+        """Whether a line has no trigger, and nothing of its stream is open."""
+        name = template.stream(raw)
+        if name in self._tracebacks.streams or name in self._dumps.open or name in self._runs:
+            return False
+        if self._begun is not None and self._begun[0].stream == name:
+            return False
+        if template.is_plain is None:
+            template.is_plain = not (digits_matter(key) or gated(template.words(raw).decode()))
+        return template.is_plain
 
     def feed(self, line: Line, number: int) -> None:
         """Read line `number`."""

@@ -102,6 +102,7 @@ class Template:
     numbered: tuple[Span, ...] = field(default=(), init=False)  # names with digits in a frame: its file's, its function
     begin: int = field(init=False)
     behind: int = field(init=False)
+    is_plain: bool | None = field(default=None, init=False)  # has no trigger; None: not looked for yet
     names: dict[bytes, str] = field(default_factory=dict, init=False)  # of streams, by what stands in the prefix
 
     def __post_init__(self) -> None:
