@@ -23,8 +23,6 @@ from diagnostics.stacks import CannotObserve, NoSuchProcess, Snapshot, Stack, pa
 from diagnostics.thread_states import State, classify
 from diagnostics.waiting import HangReport, analyse
 
-pytestmark = pytest.mark.timeout(120)  # for failures: a watch has no end of its own
-
 ROOT = Path(__file__).parent.parent
 LIMIT_SECONDS = 60.0
 IDLE = """
