@@ -23,6 +23,16 @@ from diagnostics.stress.replay import ONE_THREAD
 
 ROOT = Path(__file__).parent.parent
 TRACE = "torch.fx.symbolic_trace(torch.nn.Identity())"
+HAZARD = """
+    import threading, torch
+    class Parks(torch.nn.Module):
+        def forward(self, x):
+            thread = threading.Thread(target=lambda: torch.nn.Linear(1, 1)(torch.ones(1)), name="innocent")
+            thread.start()
+            thread.join()
+            return x
+    torch.fx.experimental.proxy_tensor.make_fx(Parks())(torch.ones(1))
+"""
 
 
 class Run:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.convert_frame
+from helpers_fxprobe import HAZARD
 
 from diagnostics import fxprobe
 from diagnostics.observe import observed
 from diagnostics.records import Finding, Observation
-
-ROOT = Path(__file__).parent.parent
 
 
 class Probe:
@@ -55,24 +53,6 @@ def script(directory: Path, text: str) -> str:
     path = directory / "program.py"
     path.write_text(textwrap.dedent(text))
     return str(path)
-
-
-def test_a_clean_program_has_exit_code_0_and_no_findings(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    command = (
-        sys.executable,
-        "-m",
-        "diagnostics.fxprobe",
-        "--json",
-        str(report),
-        "--",
-        "-m",
-        "diagnostics.stress.scenarios",
-        "clean",
-    )
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, json.loads(report.read_text())["findings"]) == (0, []), done.stderr
-    assert "1 process with torch" in done.stderr
 
 
 def test_output_arguments_and_a_failing_exit_code_stay_the_programs(probe: Probe) -> None:
@@ -169,9 +149,10 @@ def test_a_program_with_exception_hooks_of_its_own_is_observed_all_the_same(prob
 
 
 def test_a_hazard_fails_only_when_asked_to(probe: Probe) -> None:
-    hazard = ("-m", "diagnostics.stress.scenarios", "F4")
-    assert probe(*hazard, options=("--fail-on", "hazard")).returncode == 1
-    assert probe(*hazard).returncode == 3
+    hazard = script(probe.directory, HAZARD)
+    assert probe(hazard, options=("--fail-on", "hazard")).returncode == 1
+    assert probe(hazard).returncode == 3
+    assert [(finding.id, finding.severity) for finding in probe.findings] == [("F4", "hazard")]
 
 
 @pytest.mark.parametrize("command", [("nowhere.py",), ("-m", "no_such_module"), ("-m",)])

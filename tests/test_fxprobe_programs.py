@@ -65,6 +65,12 @@ def test_a_shared_flag_is_found_where_torch_shares_it_and_not_elsewhere(seen: Se
     assert seen.code == (1 if FLAG_IS_SHARED or name == "F6" else 0)  # overlapping traces leak a patch on every torch
 
 
+@pytest.mark.parametrize("name", [recipe("clean")])
+def test_a_program_that_does_nothing_wrong_is_clean(seen: Seen, name: str) -> None:
+    assert f"{name} did not happen" in seen.stdout
+    assert (seen.code, seen.found) == (0, [])
+
+
 @pytest.mark.program(
     """
     import threading, torch
