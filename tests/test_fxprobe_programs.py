@@ -290,11 +290,15 @@ def test_compiled_functions_told_to_run_uncompiled_are_a_hazard(seen: Seen) -> N
     assert (seen.code, ("hazard", "stance") in seen.found) == (3, True)
 
 
-# The watched lock has told the probes, and waits for the real one.
-IS_ACQUIRING = """
-    def is_acquiring():
-        frames = sys._current_frames().values()
-        return any(frame.f_code.co_filename.endswith("patch.py") and frame.f_code.co_name == "<lambda>" for frame in frames)
+# The watched lock has told the probes, and waits for the real one. The limit is for probes that are not there.
+UNTIL_ACQUIRING = """
+    def until_acquiring():
+        end = time.monotonic() + 60
+        while not any(map(is_in_acquire, sys._current_frames().values())) and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def is_in_acquire(frame):
+        return frame.f_code.co_filename.endswith("patch.py") and frame.f_code.co_name == "<lambda>"
 """
 
 
@@ -302,12 +306,11 @@ IS_ACQUIRING = """
     f"""
     import sys, threading, time, torch, torch._dynamo.convert_frame as convert_frame
     held = threading.Event()
-    {IS_ACQUIRING.strip()}
+    {UNTIL_ACQUIRING.strip()}
     def holder():
         with convert_frame.compile_lock:
             held.set()
-            while not is_acquiring():
-                time.sleep(0.001)
+            until_acquiring()
             time.sleep(0.02)  # what the other waits at least
     threading.Thread(target=holder, name="holder").start()
     held.wait(60)
@@ -324,11 +327,10 @@ def test_waiting_for_the_compile_lock_is_told_with_its_holder(seen: Seen) -> Non
 DEADLOCK = f"""
     import ctypes, os, signal, sys, threading, time, torch, torch._dynamo.convert_frame as convert_frame
     held = threading.Event()
-    {IS_ACQUIRING.strip()}
+    {UNTIL_ACQUIRING.strip()}
     def _engine_run_backward():
         held.set()
-        while not is_acquiring():
-            time.sleep(0.001)
+        until_acquiring()
 
     def compiles():
         with convert_frame.compile_lock:
