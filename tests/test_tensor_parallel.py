@@ -85,7 +85,7 @@ def test_a_target_that_cannot_be_cut_is_refused(name: str, ways: int, message: s
     [
         ({"engine": "threads"}, "is for --engine processes"),
         ({"topology": "0t+1d", "data": {"features": Path("features")}}, "no target runs"),
-        ({"compile": {"target": True}}, "leave --compile.target out"),
+        ({"compile": {"target": True, "policy": "prewarm"}}, "a target in parts is not compiled, leave --compile.target out"),
         ({"target": {"tensor_parallel": 0}}, "use at least 1"),
     ],
 )

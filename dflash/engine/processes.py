@@ -30,10 +30,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from dflash import events
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
-from dflash.engine.launch import Agreement, Launch, Silent, differences, host
-from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
+from dflash.engine.devices import check_abilities
+from dflash.engine.launch import Agreement, Launch, Silent, differences, host, source_digest
+from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, finishing, on_device, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
+from dflash.engine.storage import check_storage
 from dflash.engine.transport import ReceivingQueue, introduce
 from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
@@ -185,8 +187,9 @@ class Ranks(GroupWire):
         with on_device(self.device):
             run.queue.start()
             for step in range(run.first_step, run.num_steps):
-                consume(run.queue, run.times, worker, self.doing, before=(step + 1) * run.batches_per_step)
-                with syncing(run.times), events.span("drafter.step", step=step):
+                before = (step + 1) * run.batches_per_step
+                consume(run.queue, run.times, worker, self.doing, before=before, meets_others=True)
+                with finishing(run.times, meets_others=True), events.span("drafter.step", step=step):
                     if not run.finish_step(step):
                         break
             with self.doing.at("waiting", "dropping what is no longer wanted"):
@@ -224,7 +227,7 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     (a SystemExit, exit code 2) where the ranks cannot start, after one of them has said why. Inside the block, what this or
     another rank finds wrong (2) or fails with (1) ends the process.
     """
-    launch = Launch.read()
+    launch = _launch()
     store = launch.open_store()
     agreement = Agreement(store, launch)
     agreement.end_if_refused()
@@ -260,8 +263,18 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
             os._exit(int(leaving.code or 1))
 
 
+def _launch() -> Launch:
+    """The variables of torchrun. What is wrong with them is told once a machine: without them ranks cannot talk to others."""
+    try:
+        return Launch.read()
+    except ConfigError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            raise Silent(2) from None
+        raise
+
+
 def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Roles, torch.device, list[Peer]]:
-    """What can be said before connecting: all ranks are of one kind, as many as workers, and have their devices."""
+    """What can be said before connecting: all ranks are of one kind, as many as workers, have their devices and one storage."""
     error = None
     try:
         device = _device(config, launch)
@@ -276,6 +289,7 @@ def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Rol
         roles = Roles.assign(topology, tuple(one["node"] for one in said), config.target.tensor_parallel)
     except ConfigError as found:
         agreement.end(0, str(found))
+    check_storage(config.output, launch, agreement)
     peers = [Peer(rank=rank, worker=roles.worker(rank), host=one["host"], pid=one["pid"]) for rank, one in enumerate(said)]
     return roles, device, peers
 
@@ -283,12 +297,15 @@ def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Rol
 def _facts(config: RunConfig) -> dict[str, Any]:
     """What must be equal on all ranks."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
-    return {"versions": versions | {"python": platform.python_version()}, "config": to_dict(config)}
+    own = {"python": platform.python_version(), "dflash (digest of its sources)": source_digest()}
+    return {"versions": versions | own, "config": to_dict(config)}
 
 
 def _device(config: RunConfig, launch: Launch) -> torch.device:
     if config.devices == "cpu":
-        return torch.device("cpu")
+        device = torch.device("cpu")
+        check_abilities(config, [device])
+        return device
     found, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     if found < launch.local_world_size:
         raise ConfigError(
@@ -296,7 +313,9 @@ def _device(config: RunConfig, launch: Launch) -> torch.device:
             f"{launch.rank} on {host()} found {found} (CUDA_VISIBLE_DEVICES {visible}): "
             f"start fewer (--nproc-per-node), or use --devices cpu"
         )
-    return torch.device("cuda", launch.local_rank)
+    device = torch.device("cuda", launch.local_rank)
+    check_abilities(config, [device])
+    return device
 
 
 def _connect(
