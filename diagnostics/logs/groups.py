@@ -207,16 +207,16 @@ class Groups:
             if key in self._groups:
                 self._collectives.setdefault(key, Collectives()).add_all(collectives)
 
-    def count_unknown(self, signature: str, stream: str) -> bool:
-        """Whether an unknown failure was counted, because nothing else is to be noted of it."""
+    def count_unknown(self, signature: str, stream: str) -> tuple[bool, Group | None]:
+        """Whether an unknown failure was counted, because nothing else is to be noted of it; and its group, if it has one."""
         group = self._groups.get((UNKNOWN.id, signature))
         if group is None and len(self._groups) >= _MAX_GROUPS:
             self.dropped += 1
-            return True
+            return True, None
         if group is None or not group.is_full:
-            return False
+            return False, group
         group.count_one("possible", stream)
-        return True
+        return True, group
 
     def _group(self, match: Match, signature: str, frames: list[Frame]) -> Group | None:
         """The group of this kind and signature, or None where there are too many."""

@@ -147,7 +147,7 @@ class LogSearch:
                 group.count_one(sure, name)
             return
         unknown = run.frames if key is not None else None
-        if unknown is not None and self._counted_as_unknown(name, *unknown):
+        if key is not None and unknown is not None and self._counted_as_unknown(name, key, *unknown):
             del self._runs[name]
             return
         self._noted, self._learning = [], name
@@ -169,12 +169,16 @@ class LogSearch:
             where = noted[0].signature.removeprefix(words_of(UNKNOWN, exception, message))
             keep(self._known_frames, frames, where, floods.MAX_KNOWN)
 
-    def _counted_as_unknown(self, name: str, frames: floods.Key, exception: str, message: str) -> bool:
+    def _counted_as_unknown(self, name: str, key: floods.Key, frames: floods.Key, exception: str, message: str) -> bool:
         """Whether a traceback was counted whose frames are those of an unknown failure, and whose message names no known one."""
         where = self._known_frames.get(frames)
         if where is None or candidates(f"{exception}: {message}" if message else exception):
             return False
-        return self.groups.count_unknown(words_of(UNKNOWN, exception, message) + where, name)
+        counted, group = self.groups.count_unknown(words_of(UNKNOWN, exception, message) + where, name)
+        if counted and group is not None and not digits_matter(b"\n".join(key)):
+            counts: list[tuple[Group, Sure]] = [(group, "possible")]
+            keep(self._known_runs, key, counts, floods.MAX_KNOWN)
+        return counted
 
     def _read_run(self, name: str) -> None:
         """Read the lines of a run one by one."""
