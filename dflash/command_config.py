@@ -29,7 +29,8 @@ class PrepareConfig:
     max_prompt_tokens: int = 2048  # longer prompts are skipped, counted and listed
     max_new_tokens: int = 1024
     temperature: float = 0.0  # 0: greedy
-    batch_size: int = 32
+    batch_size: int = 32  # prompts that are answered together
+    batch_tokens: int | None = None  # and at most so many tokens: rows x (longest prompt + max_new_tokens); None: no bound
     heldout_fraction: float = 0.05  # of the prompts, chosen by a hash of the prompt
     enable_thinking: bool = False  # passed to the chat template
     device: str = "cpu"
@@ -52,6 +53,10 @@ class PrepareConfig:
         require(0 <= self.heldout_fraction < 1, f"heldout-fraction is {self.heldout_fraction}: use a number in [0, 1)")
         require(self.limit is None or self.limit >= 1, f"limit is {self.limit}: use at least 1, or leave it out")
         require(self.batch_size >= 1 and self.max_new_tokens >= 1, "batch-size and max-new-tokens must be at least 1")
+        require(
+            self.batch_tokens is None or self.batch_tokens >= 1,
+            f"batch-tokens is {self.batch_tokens}: use at least 1, or leave it out for no bound",
+        )
         require(self.cpu_threads >= 1, f"cpu-threads is {self.cpu_threads}: use at least 1")
         require(0 <= self.temperature < math.inf, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
 
@@ -95,6 +100,7 @@ class EvaluateConfig:
     budgets: tuple[int, ...] = ()  # nodes of the draft trees (DDTree) that are tried beside the chain of drafts
     tree_attention: Literal["sdpa", "flex"] = "sdpa"  # by which the target verifies trees; flex is compiled, for GPUs
     batch: int = 1  # prompts that are decoded together
+    against: Path | None = None  # evaluate-CHECKPOINT.json of another drafter: tells the difference of τ, prompt by prompt
 
     def __post_init__(self) -> None:
         require(self.max_prompts >= 1 and self.max_new_tokens >= 1, "max-prompts and max-new-tokens must be at least 1")

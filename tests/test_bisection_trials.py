@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from diagnostics.bisection import trials
+from diagnostics.bisection import trials, venvs
 from diagnostics.bisection.logbook import Logbook
 from diagnostics.bisection.outcomes import BadInput, Trial
 from diagnostics.bisection.trials import Command, variables_of
@@ -68,6 +68,37 @@ def test_a_command_that_outlived_its_bisection_is_ended(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+INSTALLS = """
+import sys
+from pathlib import Path
+from diagnostics.bisection import venvs
+with venvs._locked(Path(sys.argv[1])) as held:
+    venvs._run(["sh", "-c", "echo begun > begun; cat end"], held)
+"""
+
+
+def test_an_installer_that_outlived_its_bisection_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("begun", "end"):
+        os.mkfifo(tmp_path / name)
+    program, path = (sys.executable, "-c", INSTALLS, "key.lock"), {"PYTHONPATH": str(Path.cwd())}
+    bisection = subprocess.Popen(program, cwd=tmp_path, env={**os.environ, **path})
+    (tmp_path / "begun").read_text()  # the installer runs
+    bisection.kill()
+    bisection.wait(60)
+    told: list[str] = []
+
+    def release(text: str) -> None:
+        told.append(text)
+        (tmp_path / "end").write_text("now")
+
+    monkeypatch.setattr(venvs, "say", release)
+    with venvs._locked(tmp_path / "key.lock"):
+        pass
+    if not told:
+        (tmp_path / "end").write_text("now")
+    assert ["waits until another installer is done" in text for text in told] == [True]
 
 
 def run_command(tmp_path: Path, script: str, *, metric: str | None = None, timeout_seconds: float | None = None) -> Trial:

@@ -87,15 +87,68 @@ def test_an_answer_ends_with_its_first_end_token_or_at_the_limit(model: Any) -> 
         assert tokens[-1] in ends or len(tokens) == 16
 
 
-def test_generation_stops_when_all_rows_have_ended_and_ended_rows_cost_nothing(model: Any) -> None:
+def test_generation_stops_when_all_rows_have_ended_and_counts_the_tokens_of_answers_only(model: Any) -> None:
     asked = questions(5, 17, 1, 30, 9, 22)
     ends = frequent_end(model, asked)
-    rows_per_forward: list[int] = []
-    got = answer(model, asked, Sampling(max_new_tokens=16, end_token_ids=ends), on_token=rows_per_forward.append)
-    assert rows_per_forward == [sum(len(tokens) > step for tokens in got) for step in range(max(map(len, got)))]
-    answer(model, asked[:1], Sampling(max_new_tokens=16, end_token_ids=set(range(272))), on_token=rows_per_forward.append)
-    assert rows_per_forward[-1] == 1
-    assert len(rows_per_forward) == max(map(len, got)) + 1
+    tokens_per_forward: list[int] = []
+    got = answer(model, asked, Sampling(max_new_tokens=16, end_token_ids=ends), on_token=tokens_per_forward.append)
+    assert tokens_per_forward == [sum(len(tokens) > step for tokens in got) for step in range(max(map(len, got)))]
+    answer(model, asked[:1], Sampling(max_new_tokens=16, end_token_ids=set(range(272))), on_token=tokens_per_forward.append)
+    assert tokens_per_forward[-1] == 1
+    assert len(tokens_per_forward) == max(map(len, got)) + 1
+
+
+def test_rows_leave_the_batch_when_a_quarter_of_it_has_ended() -> None:
+    model = tiny_target()
+    asked = questions(*range(3, 15))
+    sampling = Sampling(max_new_tokens=24, end_token_ids=set(range(30)), temperature=5.0)
+    lengths = [len(answer(model, [question], sampling)[0]) for question in asked]
+    expected, rows = [], lengths
+    for step in range(1, max(lengths) + 1):
+        expected.append(len(rows))
+        running = [length for length in rows if length > step]
+        rows = running if 4 * (len(rows) - len(running)) >= len(rows) else rows
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _m, _a, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
+    assert [len(tokens) for tokens in answer(model, asked, sampling)] == lengths
+    assert sizes == expected
+    assert len(set(sizes)) > 2
+    assert any(sum(length >= step for length in lengths) < size for step, size in enumerate(sizes, 1))  # some ended rows stay
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_do_not_depend_on_how_often_tokens_are_looked_at(model: Any, temperature: float) -> None:
+    asked = questions(5, 17, 1, 30, 9, 22)
+    sampling = Sampling(max_new_tokens=16, end_token_ids=frequent_end(model, asked), temperature=temperature)
+    counted: list[int] = []
+    every = answer(model, asked, sampling, look_every=1)
+    assert answer(model, asked, sampling, look_every=3, on_token=counted.append) == every
+    assert sum(counted) == sum(map(len, every))
+    assert answer(model, asked, sampling, look_every=100) == every
+
+
+def test_what_a_row_computes_after_its_end_is_not_looked_at() -> None:
+    model = tiny_target()
+    asked = questions(5, 5)
+    free = answer(model, asked, Sampling(max_new_tokens=8, end_token_ids=set()))
+    end = next(token for token in free[0] if token not in free[1])
+    sampling = Sampling(max_new_tokens=8, end_token_ids={end})
+    expected = answer(model, asked, sampling)
+    model.model.embed_tokens.weight.data[end] = float("nan")  # the forward after the end computes nonsense
+    assert answer(model, asked, sampling, look_every=4) == expected
+    with pytest.raises(DataError, match=r"logits are not finite for 'q0'"):
+        answer(model, asked, Sampling(max_new_tokens=8, end_token_ids=set()), look_every=4)
+
+
+def test_prompts_of_one_length_need_no_mask() -> None:
+    model = tiny_target()
+    masks: list[Any] = []
+    model.register_forward_pre_hook(lambda _m, _a, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
+    asked = questions(6, 6, 6)
+    sampling = Sampling(max_new_tokens=4, end_token_ids=set())
+    together = answer(model, asked, sampling)
+    assert masks == [None] * 4
+    assert together == [tokens[:4] for tokens in answer(model, [*asked, *questions(9)], sampling)[:3]]
 
 
 def test_sampling_follows_the_distribution_of_the_target(model: Any) -> None:
@@ -133,6 +186,17 @@ def test_a_target_that_computes_nonsense_is_an_error_with_the_sample() -> None:
 def test_batches_are_of_similar_length_and_the_longest_comes_first() -> None:
     lengths = [5, 17, 1, 30, 9]
     assert [[len(q.ids) for q in batch] for batch in in_batches(questions(*lengths), 2)] == [[30, 17], [9, 5], [1]]
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 8), st.integers(1, 200))
+def test_batches_hold_every_prompt_once_and_no_more_tokens_than_asked(lengths: list[int], rows: int, tokens: int) -> None:
+    asked = questions(*lengths)
+    batches = list(in_batches(asked, rows, max_new_tokens=10, batch_tokens=tokens))
+    assert sorted(q.sample_id for batch in batches for q in batch) == sorted(q.sample_id for q in asked)
+    for batch, after in zip(batches, [*batches, []][1:], strict=True):
+        longest = len(batch[0].ids) + 10
+        assert len(batch) == 1 or (len(batch) <= rows and len(batch) * longest <= tokens)
+        assert not after or len(batch) == rows or (len(batch) + 1) * longest > tokens  # as many as fit
 
 
 def test_the_random_numbers_of_sampling_are_the_same_on_every_machine_and_version() -> None:

@@ -24,12 +24,13 @@ from dflash.data.prompts import load_prompts
 from dflash.modeling.contract import write_export
 from dflash.modeling.drafter import Drafter
 from dflash.modeling.shape import DrafterShape
-from fixtures.real_run import ablations
+from fixtures.real_run import ablations, evaluating, training
 from fixtures.real_run.__main__ import main
 from fixtures.real_run.answers import answer_all
 from fixtures.real_run.imported import as_run
 from fixtures.real_run.prompts import KINDS, collect, split_of, write_prompts
 from fixtures.real_run.report import gather, tables
+from fixtures.real_run.results import is_complete, keep
 from fixtures.real_run.running import Deadline, all_of, run
 from fixtures.real_run.settings import OutOfTime, Settings, StageError
 from fixtures.real_run.texts import DOC_CHARS, documented, hash_of, roots, source_files
@@ -208,6 +209,27 @@ def test_a_command_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
         run(["-c", "1/0"], log=tmp_path / "log", deadline=Deadline.of(None))
 
 
+def test_a_failure_quotes_what_its_own_command_wrote(tmp_path: Path) -> None:
+    for error in ("1/0", "[][1]"):
+        with pytest.raises(StageError, match="exit code 1") as raised:
+            run(["-c", error], log=tmp_path / "log", deadline=Deadline.of(None))
+    assert "IndexError" in str(raised.value)
+    assert "ZeroDivisionError" not in str(raised.value)
+
+
+def test_decodings_that_run_together_have_a_log_each(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs: list[Path] = []
+
+    def decoded(_command: list[str], *, log: Path, **_others: Any) -> dict[str, Any]:
+        logs.append(log)
+        return {"tau": 1.0, "trees": [], "speedup_over_plain": None}
+
+    monkeypatch.setattr(evaluating, "run", decoded)
+    evaluating.evaluate(settings, Deadline.of(None), name="b8", run_directory=settings.run)
+    evaluating.evaluate(settings, Deadline.of(None), name="b8", run_directory=settings.run)
+    assert sorted(log.name for log in logs) == [f"evaluate-b8-{way}.log" for way in ("greedy", "sampled", "timed")]
+
+
 def test_the_last_line_is_the_result_and_the_package_path_comes_last(tmp_path: Path) -> None:
     command = "import json, sys; print('noise'); print(json.dumps({'last': sys.path[-1], 'path': sys.path}))"
     result = run(["-c", command], log=tmp_path / "log", deadline=Deadline.of(None), more_path=tmp_path)
@@ -307,7 +329,9 @@ def test_what_is_missing_is_named_and_what_is_there_is_tabled(settings: Settings
     out = settings.output
     part = {"tau": 2.5, "tau_ci95": [2.0, 3.0], "tau_sum": 2.4, "tokens_per_target_forward": 2.2, "speedup_over_plain": None}
     greedy = part | {"acceptance_per_position": [0.7, None], "trees": [{"budget": 16, **part, "tau": 3.5}]}
-    (out / "evaluate-b16-greedy.json").write_text(json.dumps(greedy))
+    for name, by_prompt in (("b16-greedy", {"a": 2.0, "b": 3.0}), ("specforge-b16-greedy", {"a": 2.5, "b": 3.5})):
+        trees = [greedy["trees"][0] | {"tau_by_prompt": {"a": 3.0, "b": 4.0}}]
+        (out / f"evaluate-{name}.json").write_text(json.dumps(greedy | {"tau_by_prompt": by_prompt, "trees": trees}))
     trained = {"steps": 10, "loss": 1.0, "tokens_per_second": 5.0, "seconds": {"training": 2.0}, "curve": []}
     (out / "train-b16.json").write_text(json.dumps(trained))
     (out / "ablations").mkdir()
@@ -319,6 +343,70 @@ def test_what_is_missing_is_named_and_what_is_there_is_tabled(settings: Settings
     assert "| b16-greedy | tree of 16 | 3.50 [2.00, 3.00] | 2.40 | 2.20 | - |" in text
     assert "| loss-kl | --loss.kind kl | 2.50 [2.00, 3.00] | 1.00 |" in text
     assert "0.70 -" in text
+    assert "| b16-greedy | chain | -0.50 [-0.50, -0.50] | 0 better, 2 worse, of 2 |" in text
+    assert "| b16-greedy | tree of 16 | 0.00 [0.00, 0.00] | 0 better, 0 worse, of 2 |" in text
+
+
+# Results and their settings
+
+
+@pytest.mark.parametrize(
+    ("change", "stale"),
+    [
+        ({"steps": 9}, {"train"}),
+        ({"decode_points": 2}, {"train"}),
+        ({"budgets": (16, 32)}, {"greedy"}),
+        ({"timed_budgets": (8,)}, {"timed"}),
+        ({"evaluate_prompts": 2}, {"greedy"}),
+        ({"evaluate_tokens": 9}, {"greedy", "timed", "ablations"}),
+        ({"ablation_steps": 3}, {"ablations"}),
+        ({"train_flags": ("--optim.learning-rate", "1e-3")}, {"train", "ablations"}),
+        ({"device": "cuda:0"}, {"train", "ablations", "greedy", "timed"}),
+        ({"jobs": 4, "seconds": 9.0, "batch_size": 7}, set()),
+    ],
+)
+def test_what_was_made_with_other_settings_is_refused(settings: Settings, change: dict[str, Any], stale: set[str]) -> None:
+    def refused(changed: Settings) -> set[str]:
+        looks: dict[str, Any] = {
+            "train": lambda: is_complete(training.result_file(changed), training.needs(changed)),
+            "ablations": lambda: ablations.check(changed),
+            **{way: lambda w=way: evaluating.check(only(w, changed), "b8", changed.run) for way in ("greedy", "timed")},
+        }
+        found = set()
+        for name, look in looks.items():
+            try:
+                look()
+            except ConfigError:
+                found.add(name)
+        return found
+
+    def only(way: str, changed: Settings) -> Settings:
+        return dataclasses.replace(changed, ways=(way,))
+
+    keep(training.result_file(settings), training.needs(settings), {})
+    (settings.output / "ablations").mkdir()
+    keep(ablations.result_file(settings, "base"), ablations.needs(settings), {})
+    for way in ("greedy", "timed"):
+        keep(evaluating.result_file(settings, "b8", way), evaluating.needs(settings, way, settings.run), {})
+    assert refused(settings) == set()
+    assert refused(dataclasses.replace(settings, **change)) == stale
+
+
+def test_a_decoding_of_another_checkpoint_is_refused(settings: Settings) -> None:
+    keep(evaluating.result_file(settings, "b8", "greedy"), evaluating.needs(settings, "greedy", settings.run), {})
+    marker = checkpoint.checkpoint_dir(settings.run) / "step-000008" / checkpoint.MARKER
+    marker.parent.mkdir(parents=True)
+    marker.write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"made with checkpoint none, now it is checkpoint step-000008 [0-9a-f]{12}: .*remove it"
+    ):
+        evaluating.check(settings, "b8", settings.run)
+
+
+def test_a_result_that_states_no_settings_is_not_taken_for_complete(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(ConfigError, match="does not say with which settings"):
+        is_complete(tmp_path / "result.json", {"--steps": 3})
 
 
 # The command
@@ -340,5 +428,45 @@ def test_stages_that_are_complete_are_skipped_and_bad_input_has_exit_code_2(
 
 
 def test_specforge_without_our_run_says_what_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--preset", "tiny-cpu", "--output", str(tmp_path), "--stage", "specforge"]) == 1
+    (tmp_path / "specforge").mkdir()
+    command = ["--preset", "tiny-cpu", "--output", str(tmp_path), "--stage", "specforge", "--specforge", str(tmp_path)]
+    assert main(command) == 1
     assert "the stage train, with --block-size 8, comes first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--preset", "nonsense"], "unknown preset 'nonsense'"),
+        (["--steps", "0"], "--steps is 0: use at least 1"),
+        (["--evaluate-tokens", "-3"], "--evaluate-tokens is -3"),
+        (["--block-size", "1"], "--block-size is 1: use at least 2"),
+        (["--block-size", "300"], "too short for a block"),
+        (["--temperature", "nan"], "--temperature is nan"),
+        (["--budgets", "16", "16"], "--budgets names one twice"),
+        (["--budgets", "0"], "a tree budget is 0"),
+        (["--device", "tpu"], "device 'tpu' is not known"),
+        (["--specforge", "nowhere"], "nowhere holds no package specforge"),
+        (["--", "--optim.no-such-flag", "3"], "no-such-flag"),
+        (["--", "--optim.learning-rate", "-1"], "learning"),
+    ],
+)
+def test_what_a_later_stage_would_refuse_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], said: str
+) -> None:
+    monkeypatch.setattr("fixtures.real_run.__main__._run", lambda *_: pytest.fail("a stage has begun"))
+    try:
+        code: Any = main(["--output", str(tmp_path / "new"), "--preset", "tiny-cpu", *flags])
+    except SystemExit as error:  # of the command line's parser
+        code = error.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_other_steps_are_refused_by_the_command_before_any_work(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    keep(training.result_file(settings), training.needs(settings), {})
+    command = ["--preset", "tiny-cpu", "--output", str(settings.output), "--stage", "prompts", "train"]
+    assert main([*command, "--steps", "9"]) == 2
+    assert "train-b8.json was made with --steps 8, now it is --steps 9: use the same" in capsys.readouterr().err
+    assert not (settings.output / "prompts" / "prompts.json").exists()

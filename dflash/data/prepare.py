@@ -198,7 +198,8 @@ def _answer_here(
     sampling = Sampling(
         max_new_tokens=config.max_new_tokens, end_token_ids=ends, temperature=config.temperature, seed=config.seed
     )
-    for batch in in_batches(missing, config.batch_size):
+    batches = in_batches(missing, config.batch_size, max_new_tokens=config.max_new_tokens, batch_tokens=config.batch_tokens)
+    for batch in batches:
         with events.span("prepare.answer", prompts=len(batch)):
             written = _answer_batch(config, target, batch, sampling, progress)
         keep([(question, Answer.of(ids, ends)) for question, ids in zip(batch, written, strict=True)])
@@ -260,5 +261,5 @@ def _answer_batch(
         longest = max(len(question.ids) for question in batch)
         raise ConfigError(
             f"out of memory on {config.device} with {len(batch)} prompts of up to {longest} tokens and {config.max_new_tokens} "
-            f"new ones: use a --batch-size below {config.batch_size}; the same command goes on where it stopped"
+            f"new ones: use a --batch-size below {config.batch_size} or a bound --batch-tokens; the same command goes on there"
         ) from error
