@@ -55,6 +55,15 @@ class Contribution:
     drafts: DraftCounts | None = None  # in steps whose acceptance is estimated
 
 
+@dataclass(frozen=True)
+class _Unsettled:
+    """A micro-batch that the device may be at. Holds its tensors, which other streams would be given when nobody does."""
+
+    given: TargetStates  # where the target made them
+    states: TargetStates  # on the drafter's device
+    loss: Arriving
+
+
 class TargetModelWorker:
     """Makes the target states of numbered micro-batches on one device."""
 
@@ -128,8 +137,9 @@ class DrafterModelWorker:
         scores: Score = score_for_fp8 if config.loss.fp8_head else score
         self._score: Score = policy.compiled(scores) if config.compile.loss else scores
         self._contributions: list[Contribution] = []
-        self._unsettled: list[tuple[TargetStates, Arriving]] = []  # with the loss of each
-        self._most_unsettled = 1 if device.type == "cuda" else 0
+        self._unsettled: list[_Unsettled] = []
+        # Ranks receive the next states into the slot that these came in.
+        self._most_unsettled = 1 if device.type == "cuda" and config.engine == "threads" else 0
 
     @property
     def parameters(self) -> Parameters:
@@ -150,28 +160,29 @@ class DrafterModelWorker:
     def accumulate(self, states: TargetStates) -> None:
         """Add the gradients of one micro-batch.
 
-        A GPU may still be at it when this returns, but not at the one before: so it always has work. `settle` waits for the
-        rest. Raises NonFiniteError for any of them.
+        In threads, a GPU may still be at it when this returns, but not at the one before: so it always has work. `settle` waits
+        for the rest. Raises NonFiniteError for any of them.
         """
         with self._policy.turn(self.name, "training", self.device):
-            self._accumulate(states.to(self.device))
+            self._accumulate(states)
         self._settle(keep=self._most_unsettled)
 
     def settle(self) -> None:
         """Return when the device is done with all micro-batches. Raises NonFiniteError."""
         self._settle(keep=0)
 
-    def _accumulate(self, states: TargetStates) -> None:
+    def _accumulate(self, given: TargetStates) -> None:
+        states = given.to(self.device)
         collector = self._collector() if self._estimates(states.batch) else None
         sums = self.forward_and_backward(states, collector).detach()
         self._add(states.batch, sums, collector.counts if collector else None)
-        self._unsettled.append((states, Arriving(sums.loss)))
+        self._unsettled.append(_Unsettled(given, states, Arriving(sums.loss)))
 
     def _settle(self, *, keep: int) -> None:
         while len(self._unsettled) > keep:
-            states, loss = self._unsettled.pop(0)  # its tensors may be used again once nobody reads them
-            if not math.isfinite(float(loss.read())):
-                raise NonFiniteError(self._describe_non_finite(states), micro_batch=states.batch.index)
+            first = self._unsettled.pop(0)
+            if not math.isfinite(float(first.loss.read())):
+                raise NonFiniteError(self._describe_non_finite(first.states), micro_batch=first.states.batch.index)
 
     def forward_and_backward(self, states: TargetStates, collector: DraftCollector | None = None) -> LossSums:
         """Add the gradients of states on this worker's device to the flat ones. Does not wait for the device."""
