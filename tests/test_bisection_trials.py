@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -101,10 +102,17 @@ def test_an_installer_that_outlived_its_bisection_is_waited_for(tmp_path: Path, 
     assert ["waits until another installer is done" in text for text in told] == [True]
 
 
-def run_command(tmp_path: Path, script: str, *, metric: str | None = None, timeout_seconds: float | None = None) -> Trial:
+def run_command(
+    tmp_path: Path,
+    script: str,
+    *,
+    metric: str | None = None,
+    timeout_seconds: float | None = None,
+    started: Callable[[int], object] = id,
+) -> Trial:
     found = re.compile(metric) if metric else None
     command = Command(arguments=("sh", "-c", script), metric=found, timeout_seconds=timeout_seconds)
-    return command.run(directory=tmp_path, variables=dict(os.environ), log=tmp_path / "log", started=lambda _: None)
+    return command.run(directory=tmp_path, variables=dict(os.environ), log=tmp_path / "log", started=started)
 
 
 def test_the_last_number_counts_and_only_of_a_run_that_ended_well(tmp_path: Path) -> None:
@@ -116,11 +124,18 @@ def test_the_last_number_counts_and_only_of_a_run_that_ended_well(tmp_path: Path
 
 
 def test_a_command_that_takes_too_long_ends_with_all_its_children(tmp_path: Path) -> None:
-    trial = run_command(tmp_path, "sleep 300 & echo $! > child; wait", timeout_seconds=0.5)
+    pipe = tmp_path / "child"
+    os.mkfifo(pipe)
+    children: list[psutil.Process] = []
+    trial = run_command(
+        tmp_path,
+        f"sleep 300 & echo $! > {pipe}; wait",
+        timeout_seconds=0.1,
+        started=lambda _: children.append(psutil.Process(int(pipe.read_text()))),  # its time begins when the child runs
+    )
     assert trial.timed_out
     assert trial.failed
-    child = int((tmp_path / "child").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+    assert not children[0].is_running() or children[0].status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
 
 
 def test_a_run_is_over_only_when_nothing_that_it_started_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from dflash.modeling.tensor_parallel import plan_of, split
 from dflash.trainer import train
 
 
-@pytest.mark.timeout(900)  # whoever comes first waits for all runs in processes
+@pytest.mark.timeout(2700)  # whoever comes first waits for all runs in processes
 def test_a_target_of_two_ranks_makes_the_states_of_a_whole_one(outcomes: dict[str, Outcome], tmp_path: Path) -> None:
     run = outcomes["teams"].run
     assert outcomes["teams"].codes == {}, outcomes["teams"].said()

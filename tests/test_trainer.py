@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +302,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_cleanly(tmp_path: Path, numb
     try:
         wait_for_steps(child, config.output / "events.jsonl")
         child.send_signal(number)
-        output, errors = child.communicate(timeout=60)
+        output, errors = child.communicate()
     finally:
         child.kill()
     assert child.returncode == 0, errors
@@ -343,21 +342,17 @@ def test_killed_runs_resume_as_if_nothing_happened(tmp_path: Path) -> None:
         wait_for_steps(child, config.output / "events.jsonl")
     finally:
         child.kill()
-        child.communicate(timeout=60)
+        child.communicate()
     train(make_config(tmp_path / "killed", optim={"steps": 160}, checkpoint={"every_steps": 40, "keep_last": 3}, resume=True))
     train(make_config(tmp_path / "whole", optim={"steps": 160}, checkpoint={"every_steps": 40, "keep_last": 3}))
     assert same_bits(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
 
 
 def wait_for_steps(child: subprocess.Popen[str], log: Path, steps: int = 3) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    while not (log.exists() and log.read_text().count('"name": "step"') >= steps):
         if child.poll() is not None:
             raise AssertionError(child.communicate()[1])
-        if log.exists() and log.read_text().count('"name": "step"') >= steps:
-            return
         threading.Event().wait(0.05)
-    raise AssertionError("the run made no steps in two minutes")
 
 
 def test_events_reach_every_subscriber_and_stop_with_the_block() -> None:
