@@ -37,6 +37,7 @@ from dflash.worker import DrafterModelWorker, TargetModelWorker
 
 FULL_BYTES = 2**16
 SLOW_SECONDS = 0.4
+GONE_SECONDS = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -181,6 +182,17 @@ def of_others(files: set[str]) -> set[str]:
     return found
 
 
+def shared_memory_left(before: set[str]) -> set[str]:
+    """What is still there after some seconds: names of another program that has just ended go away, what is left stays."""
+    until = time.monotonic() + GONE_SECONDS
+    while True:
+        new = belongings()["shared memory"] - before
+        new -= of_others(new)
+        if not new or time.monotonic() > until:
+            return new
+        time.sleep(0.1)
+
+
 def run(scenario: dict[str, Any]) -> dict[str, Any]:
     config = LaunchConfig(
         min_nodes=1,
@@ -201,7 +213,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     gc.collect()  # torchrun's agent and its store
     new = {kind: found - before[kind] for kind, found in belongings().items()}
-    new["shared memory"] -= of_others(new["shared memory"])
+    new["shared memory"] = shared_memory_left(before["shared memory"])
     left = [f"{kind} {one}" for kind, found in new.items() for one in sorted(found)]
     return {"codes": codes, "left": left, "seconds": time.monotonic() - began}
 
