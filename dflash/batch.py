@@ -134,12 +134,17 @@ class LossSums:
     accepted: Tensor  # scalar fp32, sum over blocks of the accepted prefix length (bonus not included)
     blocks: Tensor  # scalar fp32, blocks with at least one supervised position
 
-    def on_host(self) -> Self:
-        """The same sums on the CPU, without their graph; one copy, which waits for the device."""
-        parts = [getattr(self, f.name).detach() for f in dataclasses.fields(self)]
-        values = torch.split(torch.cat([part.reshape(-1) for part in parts]).cpu(), [part.numel() for part in parts])
-        named = zip(dataclasses.fields(self), values, parts, strict=True)
-        return dataclasses.replace(self, **{f.name: value.view(part.shape) for f, value, part in named})
+    def vector(self) -> Tensor:
+        """All sums side by side, without their graph: fp32 [4 + 2*(B-1)]."""
+        return torch.cat([getattr(self, f.name).detach().reshape(-1).float() for f in dataclasses.fields(self)])
+
+    @classmethod
+    def of_vector(cls, vector: Tensor) -> Self:
+        """What `vector` made."""
+        width = (len(vector) - 4) // 2
+        names = [f.name for f in dataclasses.fields(cls)]
+        parts = torch.split(vector, [width if name in ("correct", "counted") else 1 for name in names])
+        return cls(**{n: part if n in ("correct", "counted") else part[0] for n, part in zip(names, parts, strict=True)})
 
     def detach(self) -> Self:
         """The same sums without their graph."""

@@ -84,6 +84,8 @@ def capture(config: RunConfig, *, shard_bytes: int = SHARD_BYTES) -> dict[str, A
     something else.
     """
     device = _device(config)
+    if config.compile.target:
+        _say("capture compiles nothing: --compile.target is not used")
     with intra_op_threads(config.devices, config.cpu_threads):
         model, tokenizer = load_target(config.target, device=device)
         settings = text_config(model)

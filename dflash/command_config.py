@@ -100,6 +100,7 @@ class EvaluateConfig:
     budgets: tuple[int, ...] = ()  # nodes of the draft trees (DDTree) that are tried beside the chain of drafts
     tree_attention: Literal["sdpa", "flex"] = "sdpa"  # by which the target verifies trees; flex is compiled, for GPUs
     batch: int = 1  # prompts that are decoded together
+    against: Path | None = None  # evaluate-CHECKPOINT.json of another drafter: tells the difference of τ, prompt by prompt
 
     def __post_init__(self) -> None:
         require(self.max_prompts >= 1 and self.max_new_tokens >= 1, "max-prompts and max-new-tokens must be at least 1")

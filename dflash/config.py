@@ -160,6 +160,11 @@ class CompileConfig:
             share == 1 or self.policy != "eager",
             "compile.activation-memory is of compiled drafters, compile.policy is eager: leave one out",
         )
+        for name in ("target", "loss"):
+            require(
+                not getattr(self, name) or self.policy != "eager",
+                f"compile.policy is eager, under which nothing is compiled: leave --compile.{name} out, or use another policy",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +299,10 @@ class RunConfig:
         require(
             targets == 0 or self.data.features is None,
             f"topology {self.topology!r} has targets that --data.features leaves without work: use 0t+Md, or leave it out",
+        )
+        require(
+            targets >= 1 or not self.compile.target,
+            f"compile.target has no meaning with topology {self.topology!r}, in which no target runs: leave it out",
         )
         require(
             self.data.sequence_length > self.drafter.block_size,

@@ -23,24 +23,36 @@ def timed_drafters(workers: Sequence[DrafterWorker], config: MeasureConfig) -> S
 
 
 class _OnGpu:
-    """A worker between two CUDA events. Its calls end synchronized, so reading the events waits for nothing."""
+    """A worker between two CUDA events. They are read once the device is past them: a drafter's at the latest when it settles."""
 
     def __init__(self, worker: Any) -> None:
         self.device: torch.device = worker.device
         self._worker = worker
+        self._unread: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def produce(self, number: int) -> Any:
-        return self._timed(self._worker.produce, number)
+        states = self._between_events(self._worker.produce, number)
+        self._read(all_of_them=True)  # they are complete
+        return states
 
     def accumulate(self, states: Any) -> None:
-        self._timed(self._worker.accumulate, states)
+        self._between_events(self._worker.accumulate, states)
+        self._read(all_of_them=False)
 
-    def _timed(self, call: Callable[[Any], Any], argument: Any) -> Any:
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch does not annotate it
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def settle(self) -> None:
+        self._worker.settle()
+        self._read(all_of_them=True)
+
+    def _between_events(self, call: Callable[[Any], Any], argument: Any) -> Any:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch
         begin.record()
         result = call(argument)
         end.record()
-        end.synchronize()
-        events.scalar("device_seconds", begin.elapsed_time(end) / 1000)
+        self._unread.append((begin, end))
         return result
+
+    def _read(self, *, all_of_them: bool) -> None:
+        while self._unread and (all_of_them or self._unread[0][1].query()):  # type: ignore[no-untyped-call]
+            begin, end = self._unread.pop(0)
+            end.synchronize()
+            events.scalar("device_seconds", begin.elapsed_time(end) / 1000)

@@ -27,10 +27,10 @@ ALIGNMENT = 64  # elements; keeps every parameter aligned for vector loads
 class Optimizer(Protocol):
     """What the trainer needs of an optimizer: `FlatAdamW`, `dflash.sharded.ShardedAdamW`."""
 
-    def norm(self, total_weight: float) -> float:
-        """Norm of the summed gradients divided by `total_weight`."""
+    def norm(self) -> Tensor:
+        """Norm [] of the summed gradients."""
 
-    def step(self, step: int, *, total_weight: float, norm: float) -> float:
+    def step(self, step: int, *, total_weight: Tensor, norm: Tensor) -> float:
         """Update; returns the learning rate."""
 
     def moments(self) -> dict[str, Tensor]:
@@ -209,15 +209,19 @@ def learning_rate(config: OptimConfig, step: int) -> float:
     return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * shape)
 
 
-def update(
-    optimizer: torch.optim.AdamW, config: OptimConfig, step: int, *, total_weight: float, norm: float, device: torch.device
-) -> float:
-    """Step a fused AdamW whose kernel divides the gradients by `total_weight` and clips them by `norm`; the learning rate."""
+def update(optimizer: torch.optim.AdamW, config: OptimConfig, step: int, *, total_weight: Tensor, norm: Tensor) -> float:
+    """Step a fused AdamW whose kernel divides the gradients and clips them, without waiting for the device; the learning rate.
+
+    `total_weight` [] divides them, `norm` [] is theirs before that. Without weight, and with a norm that is not finite, the
+    kernel changes nothing.
+    """
     rate = learning_rate(config, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    divisor = total_weight * max(1.0, norm / config.clip)
-    optimizer.grad_scale = torch.full((), divisor, device=device)  # type: ignore[attr-defined]  # AMP's way
+    total_weight = total_weight.to(norm)
+    usable = norm.isfinite() & (total_weight > 0)
+    optimizer.grad_scale = torch.maximum(total_weight, norm / config.clip)  # type: ignore[attr-defined]  # AMP's way
+    optimizer.found_inf = 1.0 - usable.float()  # type: ignore[attr-defined]
     optimizer.step()
     return rate
 
@@ -240,17 +244,17 @@ class FlatAdamW:
         betas = (config.beta1, config.beta2)
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
 
-    def norm(self, total_weight: float) -> float:
-        """Norm of the summed gradients divided by `total_weight`; not finite where one of them is not. Waits for the device."""
-        return float(torch.linalg.vector_norm(self._flat.gradients)) / total_weight
+    def norm(self) -> Tensor:
+        """Norm [] of the summed gradients, on their device; not finite where one of them is not."""
+        norm: Tensor = torch.linalg.vector_norm(self._flat.gradients)
+        return norm
 
-    def step(self, step: int, *, total_weight: float, norm: float) -> float:
-        """Update by the summed gradients divided by `total_weight`, clipped by their `norm`. Returns the learning rate.
+    def step(self, step: int, *, total_weight: Tensor, norm: Tensor) -> float:
+        """Update by the summed gradients, whose norm is `norm`, divided by `total_weight` and clipped. Returns the learning rate.
 
         The gradients are used up: the kernel that updates divides them, because two passes over them would take as long as it.
         """
-        device = self._flat.weights.device
-        rate = update(self.optimizer, self._config, step, total_weight=total_weight, norm=norm, device=device)
+        rate = update(self.optimizer, self._config, step, total_weight=total_weight, norm=norm)
         self._flat.refresh()
         return rate
 

@@ -9,15 +9,14 @@ checkpoint it is verified that the weights are still the same. With `--fully-sha
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dflash import device_time
 from dflash.assembly import Parts, StatesWorker
@@ -34,8 +33,6 @@ from dflash.engine.waits import Waits
 from dflash.exchange import ProcessReport, report
 from dflash.modeling.tree_estimate import DraftCounts
 from dflash.worker import Contribution, NonFiniteError, TargetModelWorker, synchronize
-
-_SUMS = tuple(field.name for field in dataclasses.fields(LossSums))
 
 
 def placement_of(ranks: Ranks) -> Placement:
@@ -226,7 +223,7 @@ class RanksEngine:
     def _reduced(self, own: list[Contribution], remarks: list[Any]) -> Contribution:
         """One sum over all drafters; on a GPU a drafter's own micro-batches are one sum already."""
         width = self._parts.shape.block_size - 1
-        sums = _vector(own[0].sums) if own else torch.zeros(4 + 2 * width, device=self._ranks.device)
+        sums = own[0].sums.vector() if own else torch.zeros(4 + 2 * width, device=self._ranks.device)
         gradients = self._drafter.parameters.gradients
         if not own:
             gradients.zero_()  # they may hold what the step before left
@@ -237,7 +234,7 @@ class RanksEngine:
         return Contribution(
             first_index=0,
             gradients=gradients,
-            sums=_sums(sums, width),
+            sums=LossSums.of_vector(sums),
             batches=tuple(batch for row in remarks for batch in row[1]),
             drafts=_added(drafts),
         )
@@ -249,7 +246,7 @@ class RanksEngine:
         width, size = self._parts.shape.block_size - 1, self._drafter.flat.gradients.numel()
         rows = torch.zeros(-(-per_step // self.num_drafters), size + 4 + 2 * width)
         for row, part in zip(rows, own, strict=False):
-            row.copy_(torch.cat([part.gradients, _vector(part.sums)]))
+            row.copy_(torch.cat([part.gradients, part.sums.vector()]))
         everything = self._ranks.gather_rows(rows)
         places = dict.fromkeys(roles.drafters, 0)
         parts = []
@@ -258,7 +255,7 @@ class RanksEngine:
             row = everything[roles.drafters.index(drafter), places[drafter]]
             places[drafter] += 1
             remark = remarks.get(number, (number, (), None))
-            sums = _sums(row[size:], width)
+            sums = LossSums.of_vector(row[size:])
             parts.append(Contribution(first_index=number, gradients=row[:size], sums=sums, batches=remark[1], drafts=remark[2]))
         return parts
 
@@ -271,10 +268,21 @@ class _Blaming:
         self._drafter, self._ranks = drafter, ranks
 
     def accumulate(self, states: TargetStates) -> None:
-        try:
+        with self._blaming():
             self._drafter.accumulate(states)
+
+    def settle(self) -> None:
+        with self._blaming():
+            self._drafter.settle()
+
+    @contextlib.contextmanager
+    def _blaming(self) -> Iterator[None]:
+        try:
+            yield
         except NonFiniteError as error:
-            rank = self._ranks.roles.target_of(states.batch.index)
+            if error.micro_batch is None:
+                raise
+            rank = self._ranks.roles.target_of(error.micro_batch)
             raise NonFiniteError(f"{error}. Its target states are from rank {rank} ({self._ranks.roles.worker(rank)})") from error
 
 
@@ -332,16 +340,9 @@ class _Together:
         with self._ranks.doing.at("waiting", doing), self._ranks.losing_peers():
             self._drafter.accumulate(states)
 
-
-def _vector(sums: LossSums) -> Tensor:
-    """fp32 [4 + 2 * (B-1)]."""
-    return torch.cat([getattr(sums, name).reshape(-1).float() for name in _SUMS])
-
-
-def _sums(vector: Tensor, width: int) -> LossSums:
-    lengths = [width if name in ("correct", "counted") else 1 for name in _SUMS]
-    values = dict(zip(_SUMS, torch.split(vector, lengths), strict=True))
-    return LossSums(**{name: value if name in ("correct", "counted") else value[0] for name, value in values.items()})
+    def settle(self) -> None:
+        with self._ranks.doing.at("waiting", "the gradients of a step, with the other drafters"), self._ranks.losing_peers():
+            self._drafter.settle()
 
 
 def _on_cpu(drafts: DraftCounts | None) -> DraftCounts | None:

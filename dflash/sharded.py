@@ -133,15 +133,14 @@ class ShardedAdamW:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
 
-    def norm(self, total_weight: float) -> float:
+    def norm(self) -> Tensor:
         """See `dflash.flat.FlatAdamW`."""
         total = nn.utils.get_total_norm([p.grad for _, p in self._owner.parameters() if p.grad is not None])
-        return float(cast("DTensor", total).full_tensor()) / total_weight
+        return cast("DTensor", total).full_tensor()
 
-    def step(self, step: int, *, total_weight: float, norm: float) -> float:
+    def step(self, step: int, *, total_weight: Tensor, norm: Tensor) -> float:
         """See `dflash.flat.FlatAdamW`."""
-        device = self._owner.gradients.device
-        return update(self.optimizer, self._config, step, total_weight=total_weight, norm=norm, device=device)
+        return update(self.optimizer, self._config, step, total_weight=total_weight, norm=norm)
 
     def moments(self) -> dict[str, Tensor]:
         """As those of `dflash.flat.FlatAdamW`, on the CPU of the leader; nothing on the others."""

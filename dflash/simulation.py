@@ -1,45 +1,50 @@
-"""How fast would N targets and M drafters be? From the stage times of measured runs: `python -m dflash plan --simulate RUN ...`.
+"""How fast would N targets and M drafters be? Every micro-batch of a run is followed through the stations of an engine.
 
-Every micro-batch is followed through the stations of the engine `processes`: its drafter has a free slot and grants it, its
-target is free and makes it, the target's link carries it, its drafter takes it in its turn; at the end of a step all drafters
-wait for the last one, sum their gradients and update. Who works for whom is the engine's own rule (`dflash.engine.roles`). Every
-event follows from earlier ones, so a run of n micro-batches takes n sums and maxima, at 1,024 GPUs as at two.
+`processes`: its drafter, whose turn it is, has a free slot and grants it; its target is free and makes it; the target's link
+carries it; its drafter takes it. Who works for whom is the engine's own rule (`dflash.engine.roles`). `threads`: the first
+target that is free claims the next number while the one queue has room, the first drafter that is free takes the next number.
+At the end of a step all drafters wait for the last one, sum their gradients and update. Every event follows from earlier ones,
+so a run of n micro-batches takes n sums and maxima, at 1,024 GPUs as at two.
 
-Stage times are means over a run (`result.json`: seconds at work over micro-batches), with a lognormal spread around them; the
-update is what the last drafter of a step spends between its last micro-batch and its next. Links are full duplex, one transfer at
-a time; gradients are summed by a ring over the drafters.
+Stage times are lognormal, with the mean and spread that `dflash.simulated_runs` reads from measured runs. Links are full duplex,
+one transfer at a time; gradients are summed by a ring over the drafters; threads hand over without a link.
 
-Known limits: threads of one process, whose drafters take whatever comes next, are simulated by the same fixed turns. Stage times
-are taken not to depend on N and M, which holds for one GPU a worker and not for workers that share cores. Imports no torch.
+Known limits: stage times are taken not to depend on N and M, which holds for one GPU a worker and not for workers that share
+cores or a GPU. Imports no torch.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 import random
-from collections.abc import Sequence
+import statistics
+from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from dflash.config import ConfigError, Topology
 from dflash.engine.roles import Roles
 
+EngineName = Literal["threads", "processes"]
 STEPS = 40
+SEEDS = 16  # of runs as short as measured ones, whose mean is told
 _AROUND = 3  # splits on either side of the estimated best one that are simulated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What one run was measured to take."""
+    """What one run was measured to take. Spreads are standard deviations of the logarithm of stage times."""
 
     target_seconds: float  # of a micro-batch
     drafter_seconds: float
     update_seconds: float  # of a step
     tokens: float  # of a micro-batch
     batches_per_drafter: float  # of a step
-    slots: int  # in front of a drafter
+    slots: int  # processes: in front of a drafter
+    queue_items: int = 4  # threads: of the one queue
+    target_spread: float = 0.0
+    drafter_spread: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,101 +65,147 @@ class Outcome:
     topology: str
     tokens_per_second: float
     tokens_per_second_per_gpu: float
-    queue_occupancy: float  # share of slots that hold a micro-batch that nobody works on yet
+    queue_occupancy: float  # micro-batches that lie ready when a drafter takes one, of those that can
     targets_wait: float  # share of their time
-    drafters_wait: float
+    drafters_wait: float  # share of their time, for micro-batches and for each other
+    step_wait_seconds: float  # of a drafter for the others, at the end of a step
 
 
 def simulate(
-    stages: Stages, topology: Topology, fleet: Fleet, *, steps: int = STEPS, spread: float = 0.05, seed: int = 0
+    stages: Stages,
+    topology: Topology,
+    fleet: Fleet,
+    *,
+    engine: EngineName = "processes",
+    steps: int = STEPS,
+    warm_up_steps: int | None = None,
+    seed: int = 0,
 ) -> Outcome:
-    """Run `steps` steps after as many of warm-up. `spread` is the standard deviation of the logarithm of stage times."""
-    workers = topology.targets + topology.drafters
-    roles = Roles.assign(topology, tuple(rank // fleet.gpus_per_node for rank in range(workers)))
-    drawn = random.Random(f"{seed} {topology}")
+    """Run `steps` steps after `warm_up_steps` that are not counted (None: as many; 0: from the empty queue of a start)."""
     per_step = max(topology.drafters, round(stages.batches_per_drafter * topology.drafters))
-    target_free = dict.fromkeys(roles.targets, 0.0)
-    link_free = dict.fromkeys(roles.targets, 0.0)
-    drafter_free = dict.fromkeys(roles.drafters, 0.0)
-    slots_free: dict[int, list[float]] = {rank: [0.0] * stages.slots for rank in roles.drafters}
-    update = stages.update_seconds + _summing_seconds(topology, fleet, workers)
-    target_busy = drafter_busy = queued = warm = 0.0
-    for step in range(2 * steps):
-        if step == steps:
-            warm, target_busy, drafter_busy, queued = max(drafter_free.values()), 0.0, 0.0, 0.0
+    warm_up_steps = steps if warm_up_steps is None else warm_up_steps
+    end = (warm_up_steps + steps) * per_step
+    line = _Line(stages, topology, fleet, engine=engine, end=end, seed=seed)
+    update = stages.update_seconds + _summing_seconds(topology, fleet)
+    warm = 0.0
+    for step in range(warm_up_steps + steps):
+        if step == warm_up_steps:
+            warm, line.seen = line.ended(), _Seen()
         for number in range(step * per_step, (step + 1) * per_step):
-            drafter, target = roles.drafter_of(number), roles.target_of(number)
-            slots = slots_free[drafter]
-            turn = number // topology.drafters % stages.slots
-            making, learning = (_drawn(drawn, mean, spread) for mean in (stages.target_seconds, stages.drafter_seconds))
-            made = max(target_free[target], slots[turn]) + making
-            arrived = max(made, link_free[target]) + _transfer_seconds(target, drafter, fleet)
-            begun = max(arrived, drafter_free[drafter])
-            target_free[target], link_free[target] = made, arrived
-            drafter_free[drafter] = slots[turn] = begun + learning
-            target_busy, drafter_busy, queued = target_busy + making, drafter_busy + learning, queued + begun - arrived
-        ended = max(drafter_free.values()) + update
-        drafter_free = dict.fromkeys(roles.drafters, ended)
-    seconds = max(drafter_free.values()) - warm
-    rate = steps * per_step * stages.tokens / seconds
+            line.take(number)
+        line.end_step(update)
+    seconds, seen, taken = line.ended() - warm, line.seen, steps * per_step
+    rate = taken * stages.tokens / seconds
     return Outcome(
         topology=str(topology),
         tokens_per_second=rate,
-        tokens_per_second_per_gpu=rate / workers,
-        queue_occupancy=queued / seconds / (stages.slots * topology.drafters),
-        targets_wait=max(0.0, 1.0 - target_busy / seconds / topology.targets),
-        drafters_wait=max(0.0, 1.0 - (drafter_busy + steps * update * topology.drafters) / seconds / topology.drafters),
+        tokens_per_second_per_gpu=rate / (topology.targets + topology.drafters),
+        queue_occupancy=seen.ready / taken,
+        targets_wait=max(0.0, 1.0 - seen.making_seconds / seconds / topology.targets),
+        drafters_wait=max(0.0, 1.0 - (seen.learning_seconds / topology.drafters + steps * update) / seconds),
+        step_wait_seconds=seen.step_wait_seconds / steps / topology.drafters,
     )
 
 
-def best_split(stages: Stages, gpus: int, fleet: Fleet, *, spread: float = 0.05) -> list[Outcome]:
-    """The fastest split of so many GPUs first, and those beside it. Raises ConfigError below two."""
+def best_split(stages: Stages, gpus: int, fleet: Fleet) -> list[Outcome]:
+    """The fastest split of so many GPUs into processes first, and those beside it. Raises ConfigError below two."""
     if gpus < 2:
         raise ConfigError(f"{gpus} GPUs cannot hold a target and a drafter each: simulate 2 or more")
     learning = stages.drafter_seconds + stages.update_seconds / stages.batches_per_drafter
     guess = round(gpus * learning / (learning + stages.target_seconds))
     around = range(max(1, guess - _AROUND), min(gpus - 1, guess + _AROUND) + 1) or range(gpus - 1, gpus)
-    found = [simulate(stages, Topology(gpus - drafters, drafters), fleet, spread=spread) for drafters in around]
+    found = [simulate(stages, Topology(gpus - drafters, drafters), fleet) for drafters in around]
     return sorted(found, key=lambda one: -one.tokens_per_second)
 
 
-def stages_of(result: dict[str, Any], config: dict[str, Any]) -> Stages:
-    """Stage times of a run, from its `result.json` and `config.json`. Raises ConfigError where they hold none."""
-    try:
-        kinds = {kind: [row for row in result["workers"] if row["worker"].startswith(kind)] for kind in ("target", "drafter")}
-        busy = {kind: sum(row["busy_seconds"] for row in rows) for kind, rows in kinds.items()}
-        items = {kind: sum(row["items"] for row in rows) for kind, rows in kinds.items()}
-        drafters, batches = len(kinds["drafter"]), items["drafter"]
-        return Stages(
-            target_seconds=busy["target"] / items["target"],
-            drafter_seconds=busy["drafter"] / batches,
-            update_seconds=min(row["sync_seconds"] for row in kinds["drafter"]) / result["steps"],
-            tokens=result["tokens"] / batches,
-            batches_per_drafter=batches / result["steps"] / drafters,
-            slots=max(1, math.ceil(config["telemetry"]["queue_items"] / drafters)),
-        )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"the run holds no stage times of targets and drafters ({type(error).__name__}: {error}): expected result.json and "
-            f"config.json of a training run that ended, by threads or processes"
-        ) from error
+@dataclass
+class _Seen:
+    """Sums over what was taken."""
+
+    making_seconds: float = 0.0
+    learning_seconds: float = 0.0
+    step_wait_seconds: float = 0.0  # of all drafters together
+    ready: float = 0.0  # shares of the queue
 
 
-def report(runs: Sequence[Path], gpus: Sequence[int], fleet: Fleet, *, spread: float) -> dict[str, Any]:
-    """Each run beside what is foretold from its own stage times, and the best splits by the stage times of the first."""
-    measured = []
-    for run in runs:
-        result, config = _read(run / "result.json"), _read(run / "config.json")
-        stages = stages_of(result, config)
-        found = simulate(stages, Topology.parse(result["topology"]), fleet, spread=spread)
-        foretold, rate = found.tokens_per_second, result["tokens_per_second"]
-        row = {"run": str(run), "topology": found.topology, "engine": result.get("engine", "threads")}
-        row |= {"measured_tokens_per_second": rate, "simulated_tokens_per_second": foretold, "ratio": foretold / rate}
-        row |= {"measured_queue_occupancy": result["queue_occupancy"], "simulated_queue_occupancy": found.queue_occupancy}
-        measured.append({**row, "stages": vars(stages)})
-    first = Stages(**measured[0]["stages"])
-    splits = {str(count): [vars(one) for one in best_split(first, count, fleet, spread=spread)] for count in gpus}
-    return {"runs": measured, "fleet": vars(fleet), "spread": spread, "best": splits}
+class _Line:
+    """Micro-batches in the order of their numbers, each made as soon as there is room, taken in the order of the engine."""
+
+    def __init__(self, stages: Stages, topology: Topology, fleet: Fleet, *, engine: EngineName, end: int, seed: int) -> None:
+        workers = topology.targets + topology.drafters
+        self._stages, self._fleet, self._shared = stages, fleet, engine == "threads"
+        self._roles = Roles.assign(topology, tuple(rank // fleet.gpus_per_node for rank in range(workers)))
+        self._drawn = {name: random.Random(f"{seed} {topology} {name}") for name in ("making", "learning")}
+        self._target_free = dict.fromkeys(self._roles.targets, 0.0)
+        self._link_free = dict.fromkeys(self._roles.targets, 0.0)
+        self._drafter_free = dict.fromkeys(self._roles.drafters, 0.0)
+        # Number n is begun when number n - window has left room for it.
+        self._window = stages.queue_items if self._shared else stages.slots * topology.drafters
+        self._made, self._end = 0, end
+        self._arrived: dict[int, float] = {}
+        self._room: dict[int, float] = defaultdict(float)  # when the number left room for the one a window later
+        self._last_claim = self._last_taken = 0.0
+        self.seen = _Seen()
+
+    def take(self, number: int) -> None:
+        """Let a drafter learn from the next number."""
+        while self._made < min(number + self._window, self._end):
+            self._arrived[self._made] = self._make(self._made)
+            self._made += 1
+        drafter = min(self._drafter_free, key=self._drafter_free.__getitem__) if self._shared else self._roles.drafter_of(number)
+        begun = max(self._arrived[number], self._drafter_free[drafter], self._last_taken if self._shared else 0.0)
+        learning = _draw(self._drawn["learning"], self._stages.drafter_seconds, self._stages.drafter_spread)
+        self._drafter_free[drafter] = begun + learning
+        self._room[number] = self._last_taken = begun if self._shared else begun + learning
+        apart = 1 if self._shared else len(self._roles.drafters)
+        mine = range(number, self._made, apart)
+        self.seen.ready += sum(self._arrived[other] <= begun for other in mine) * apart / self._window
+        self.seen.learning_seconds += learning
+        del self._arrived[number]
+
+    def end_step(self, update: float) -> None:
+        """All drafters wait for the last one, and then for the update."""
+        last = max(self._drafter_free.values())
+        self.seen.step_wait_seconds += sum(last - free for free in self._drafter_free.values())
+        self._drafter_free = dict.fromkeys(self._drafter_free, last + update)
+
+    def ended(self) -> float:
+        """When the last step ended."""
+        return max(self._drafter_free.values())
+
+    def _make(self, number: int) -> float:
+        """When the states of a number have come to where a drafter can take them."""
+        making = _draw(self._drawn["making"], self._stages.target_seconds, self._stages.target_spread)
+        self.seen.making_seconds += making
+        room = self._room.pop(number - self._window, 0.0)
+        if self._shared:
+            target = min(self._target_free, key=self._target_free.__getitem__)
+            self._last_claim = max(self._last_claim, self._target_free[target], room)
+            self._target_free[target] = self._last_claim + making
+            return self._target_free[target]
+        target = self._roles.target_of(number)
+        self._target_free[target] = max(self._target_free[target], room) + making
+        moving = _transfer_seconds(target, self._roles.drafter_of(number), self._fleet)
+        self._link_free[target] = max(self._target_free[target], self._link_free[target]) + moving
+        return self._link_free[target]
+
+
+def mean_of_runs(stages: Stages, topology: Topology, fleet: Fleet, *, engine: EngineName, steps: int) -> Outcome:
+    """The mean over SEEDS runs of so many steps, from their start to their end."""
+    found = [
+        simulate(stages, topology, fleet, engine=engine, steps=steps, warm_up_steps=0, seed=seed)
+        for seed in range(SEEDS if stages.target_spread or stages.drafter_spread else 1)
+    ]
+    names = [field.name for field in dataclasses.fields(Outcome) if field.name != "topology"]
+    means = {name: statistics.fmean(getattr(one, name) for one in found) for name in names}
+    return Outcome(topology=str(topology), **means)
+
+
+def with_update_of(stages: Stages, topology: Topology, engine: EngineName, step_end_seconds: float, steps: int) -> Stages:
+    """Stages whose update is what is left of the mean end of a step when the drafters' waits for each other are taken off."""
+    without = dataclasses.replace(stages, update_seconds=0.0)
+    waits = mean_of_runs(without, topology, Fleet(), engine=engine, steps=steps).step_wait_seconds
+    return dataclasses.replace(stages, update_seconds=max(0.0, step_end_seconds - waits))
 
 
 def _transfer_seconds(target: int, drafter: int, fleet: Fleet) -> float:
@@ -162,21 +213,12 @@ def _transfer_seconds(target: int, drafter: int, fleet: Fleet) -> float:
     return fleet.states_bytes / 1e9 / (fleet.link_gb_per_second if same else fleet.network_gb_per_second)
 
 
-def _summing_seconds(topology: Topology, fleet: Fleet, workers: int) -> float:
+def _summing_seconds(topology: Topology, fleet: Fleet) -> float:
     """Of a ring: every drafter sends and receives its gradients twice, but for its own part."""
+    workers = topology.targets + topology.drafters
     rate = fleet.link_gb_per_second if workers <= fleet.gpus_per_node else fleet.network_gb_per_second
     return 2 * (topology.drafters - 1) / topology.drafters * fleet.gradient_bytes / 1e9 / rate
 
 
-def _drawn(drawn: random.Random, mean: float, spread: float) -> float:
+def _draw(drawn: random.Random, mean: float, spread: float) -> float:
     return mean * math.exp(drawn.gauss(0.0, spread) - spread**2 / 2) if spread else mean
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): name the directory of a training run that ended") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no result: name the directory of a training run that ended")
-    return values

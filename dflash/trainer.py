@@ -7,7 +7,6 @@ nothing else, so M drafters equal one drafter with M times the micro-batches, an
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import time
@@ -18,7 +17,8 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from dflash import checkpoint, events, measuring, telemetry
+from dflash import checkpoint, events, measuring, resuming, telemetry
+from dflash.arriving import Arriving
 from dflash.assembly import Parts, build
 from dflash.batch import BatchSummary, LossSums, StepStats, TargetStates
 from dflash.checkpoint import CheckpointError, TrainState
@@ -36,7 +36,6 @@ from dflash.ranks import RanksEngine, placement_of, serve
 from dflash.stopping import Stop, stop_on_signals
 from dflash.worker import Contribution, NonFiniteError, add_sums, sum_gradients
 
-RESULT_FILE = "result.json"
 USER_ERRORS = (ConfigError, DataError, CheckpointError, SafetensorError, OSError)  # what is told once, with exit code 2
 
 
@@ -52,7 +51,7 @@ def train(config: RunConfig) -> dict[str, Any] | None:
         with joined(config) as ranks:
             return train_rank(config, ranks)
     placement = place(config)
-    resumed = _saved_state(config)
+    resumed = resuming.saved_state(config)
     config.output.mkdir(parents=True, exist_ok=True)
     policy = CompilePolicy(config.compile, num_drafters=len(placement.drafters))
     with stop_on_signals() as stop, _running(config, policy, placement, stop, resumed) as measured:
@@ -65,14 +64,14 @@ def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
     """The training of one rank, which has joined the others."""
     notices: list[str] = []
     if ranks.launch.restart:
-        notices = ranks.agree("looking at the checkpoints", lambda: _set_aside(config, leads=ranks.leads), USER_ERRORS)
-        config = _restarted(config)
-        if (finished := _finished(config)) is not None:
+        notices = ranks.agree("looking at the checkpoints", lambda: resuming.set_aside(config, leads=ranks.leads), USER_ERRORS)
+        config = resuming.restarted(config)
+        if (finished := resuming.finished(config)) is not None:
             return finished if ranks.leads else None
     if not ranks.leads:
         transformers.utils.logging.disable_progress_bar()
     placement = placement_of(ranks)
-    resumed = ranks.agree("reading the checkpoint", lambda: _saved_state(config), USER_ERRORS)
+    resumed = ranks.agree("reading the checkpoint", lambda: resuming.saved_state(config), USER_ERRORS)
     first_step = resumed.step if resumed else 0
     ranks.same("step", {"resumed step": first_step})
     config.output.mkdir(parents=True, exist_ok=True)
@@ -138,7 +137,7 @@ def _train(trainer: Trainer, resumed: TrainState | None, measured: measuring.Mea
     measure = {"measure": measured.result()} if config.measure.on else {}
     result: dict[str, Any] = events.finite(collected | {"compile_cache": cache.state} | measure)
     events.record("result", **result)
-    (config.output / RESULT_FILE).write_text(json.dumps(result, indent=1))
+    (config.output / resuming.RESULT_FILE).write_text(json.dumps(result, indent=1))
     return result
 
 
@@ -196,6 +195,7 @@ class Trainer:
             events.record("phase", text=f"warming up {what} ({self._policy.config.policy})")
             with torch.cuda.device(drafter.device) if drafter.device.type == "cuda" else contextlib.nullcontext():
                 drafter.accumulate(first)
+                drafter.settle()
                 drafter.take_contributions()
                 drafter.clear_gradients()
                 with drafter.parameters.whole():
@@ -215,8 +215,7 @@ class Trainer:
     def finish_step(self, step: int) -> bool:
         """Sum, update, copy, report, and save if it is time. Returns whether to go on."""
         parts = self.engine.collect(step)
-        sums = add_sums([part.sums for part in parts]).on_host()
-        norm, rate = self._update(step, parts, sums)
+        sums, norm, rate = self._update(step, parts)
         self.engine.after_update()
         self._steps_done = step + 1
         self._report(step, parts, sums, norm, rate)
@@ -278,34 +277,47 @@ class Trainer:
             "fx_errors": len(fx_errors),
             "fx_error_messages": fx_errors,
             "peak_memory_bytes": {name: peak for one in reports for name, peak in one.peak_memory_bytes.items()},
-            "checkpoint": _last_checkpoint(self._config),
+            "checkpoint": resuming.last_checkpoint(self._config),
         }
 
     def _devices(self) -> list[torch.device]:
         targets = [target.device for target in self._parts.targets]
         return targets + [drafter.device for drafter in self._parts.drafters]
 
-    def _update(self, step: int, parts: list[Contribution], sums: LossSums) -> tuple[float, float]:
-        weight = float(sums.weight)
-        if weight == 0:
+    def _update(self, step: int, parts: list[Contribution]) -> tuple[LossSums, float, float]:
+        """Update the leader's weights; sums on the host, norm of the gradient, learning rate.
+
+        The sums are read while a GPU is at the update, so that it never runs out of work.
+        """
+        sum_gradients(parts, self._leader.parameters.gradients)
+        total = add_sums([part.sums for part in parts])
+        norm = self._optimizer.norm()
+        arriving = Arriving(torch.cat([total.vector().to(norm.device), norm.reshape(1)]))
+        rate = self._optimizer.step(step, total_weight=total.weight, norm=norm)
+        *_, last = values = arriving.read()
+        for drafter in self._parts.drafters:
+            drafter.settle()
+        sums = LossSums.of_vector(values[:-1])
+        empty = float(sums.weight) == 0
+        if empty:
             self._empty_steps += 1
             events.record("notice", text=f"step {step + 1}: no supervised position in any block, weights unchanged")
-            return 0.0, 0.0
-        sum_gradients(parts, self._leader.parameters.gradients)
-        norm = self._optimizer.norm(weight)
-        if not math.isfinite(norm):
-            name = self._leader.parameters.non_finite_gradient()
-            if name is not None:
-                samples = sorted({s for part in parts for b in part.batches for row in b.sample_ids for s in row})
-                raise NonFiniteError(
-                    f"the gradient of step {step + 1} is not finite; first non-finite tensor: gradient of {name}; samples: "
-                    f"{', '.join(samples[:8])}{f' and {len(samples) - 8} more' if len(samples) > 8 else ''}. "
-                    f"The last good checkpoint is kept"
-                )
-        rate = self._optimizer.step(step, total_weight=weight, norm=norm)
+        elif not math.isfinite(last):
+            self._refuse(step, parts)
         for drafter in self._parts.drafters:
             drafter.clear_gradients()
-        return norm, rate
+        return (sums, 0.0, 0.0) if empty else (sums, float(last) / float(sums.weight), rate)
+
+    def _refuse(self, step: int, parts: list[Contribution]) -> None:
+        """Raise NonFiniteError for gradients that were not used, because their norm is not finite."""
+        name = self._leader.parameters.non_finite_gradient()
+        what = "norm of its gradients, each of which is finite" if name is None else f"gradient of {name}"
+        samples = sorted({s for part in parts for b in part.batches for row in b.sample_ids for s in row})
+        raise NonFiniteError(
+            f"the gradient of step {step + 1} is not finite; first non-finite tensor: {what}; samples: "
+            f"{', '.join(samples[:8])}{f' and {len(samples) - 8} more' if len(samples) > 8 else ''}. "
+            f"The last good checkpoint is kept"
+        )
 
     def _report(self, step: int, parts: list[Contribution], sums: LossSums, norm: float, rate: float) -> None:
         now = time.perf_counter()
@@ -396,49 +408,6 @@ def step_stats(
         accuracy=tuple(c / n if n else None for c, n in zip(correct, counted, strict=True)),
         sample_ids=tuple(sample for batch in batches for row in batch.sample_ids for sample in row),
     )
-
-
-def _last_checkpoint(config: RunConfig) -> str | None:
-    """The newest complete checkpoint; a measuring run that resumed nothing has none."""
-    complete = checkpoint.list_complete(config.output)
-    return str(checkpoint.checkpoint_dir(config.output) / complete[-1]) if complete else None
-
-
-def _set_aside(config: RunConfig, *, leads: bool) -> list[str]:
-    """Nobody is there to remove a damaged checkpoint when torchrun starts a run again."""
-    return checkpoint.set_aside_damaged(config.output) if leads else []
-
-
-def _restarted(config: RunConfig) -> RunConfig:
-    """Torchrun runs the first command again: go on from what the run before has saved, if anything."""
-    return dataclasses.replace(config, resume=bool(checkpoint.list_complete(config.output)))
-
-
-def _finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of a run that had ended when torchrun started it again, because something failed after that."""
-    path = config.output / RESULT_FILE
-    if not config.resume or not path.exists():
-        return None
-    if checkpoint.list_complete(config.output)[-1] != checkpoint.step_name(config.optim.steps):
-        return None
-    result: dict[str, Any] = json.loads(path.read_text())
-    return result
-
-
-def _saved_state(config: RunConfig) -> TrainState | None:
-    existing = checkpoint.list_complete(config.output)
-    if config.resume:
-        state = checkpoint.load(checkpoint.resolve(config.output, "last"))
-        if state.step >= config.optim.steps:
-            raise CheckpointError(
-                f"{config.output} is finished: its last checkpoint is of step {state.step} of {config.optim.steps}"
-            )
-        return state
-    if existing:
-        raise CheckpointError(
-            f"{config.output} already holds checkpoints up to {existing[-1]}: use --resume to go on, or another --output"
-        )
-    return None
 
 
 def _mean(values: list[float]) -> float:

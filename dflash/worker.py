@@ -6,6 +6,7 @@ Legend: R rows, S tokens, N anchors, B block size, K features, H hidden size.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.cuda import comm
 
+from dflash.arriving import Arriving
 from dflash.batch import BatchSummary, LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
 from dflash.config import ConfigError, RunConfig
@@ -36,6 +38,11 @@ from dflash.sharded import ShardedParameters
 class NonFiniteError(ArithmeticError):
     """A loss or gradient is NaN or infinite; the message names the samples and the first non-finite tensor."""
 
+    def __init__(self, message: str, *, micro_batch: int | None = None) -> None:
+        """`micro_batch`: the number of the one whose loss it is."""
+        super().__init__(message)
+        self.micro_batch = micro_batch
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
@@ -46,6 +53,15 @@ class Contribution:
     sums: LossSums
     batches: tuple[BatchSummary, ...]
     drafts: DraftCounts | None = None  # in steps whose acceptance is estimated
+
+
+@dataclass(frozen=True)
+class _Unsettled:
+    """A micro-batch that the device may be at. Holds its tensors, which other streams would be given when nobody does."""
+
+    given: TargetStates  # where the target made them
+    states: TargetStates  # on the drafter's device
+    loss: Arriving
 
 
 class TargetModelWorker:
@@ -121,6 +137,9 @@ class DrafterModelWorker:
         scores: Score = score_for_fp8 if config.loss.fp8_head else score
         self._score: Score = policy.compiled(scores) if config.compile.loss else scores
         self._contributions: list[Contribution] = []
+        self._unsettled: list[_Unsettled] = []
+        # Ranks receive the next states into the slot that these came in.
+        self._most_unsettled = 1 if device.type == "cuda" and config.engine == "threads" else 0
 
     @property
     def parameters(self) -> Parameters:
@@ -139,16 +158,31 @@ class DrafterModelWorker:
         self._parameters = ShardedParameters(self.drafter, group, self.device, compiled=self._policy.compiled, leads=leads)
 
     def accumulate(self, states: TargetStates) -> None:
-        """Add the gradients of one micro-batch. Raises NonFiniteError; returns when the device is done."""
-        with self._policy.turn(self.name, "training", self.device):
-            self._accumulate(states.to(self.device))
+        """Add the gradients of one micro-batch.
 
-    def _accumulate(self, states: TargetStates) -> None:
+        In threads, a GPU may still be at it when this returns, but not at the one before: so it always has work. `settle` waits
+        for the rest. Raises NonFiniteError for any of them.
+        """
+        with self._policy.turn(self.name, "training", self.device):
+            self._accumulate(states)
+        self._settle(keep=self._most_unsettled)
+
+    def settle(self) -> None:
+        """Return when the device is done with all micro-batches. Raises NonFiniteError."""
+        self._settle(keep=0)
+
+    def _accumulate(self, given: TargetStates) -> None:
+        states = given.to(self.device)
         collector = self._collector() if self._estimates(states.batch) else None
-        sums = self.forward_and_backward(states, collector)
-        if not bool(torch.isfinite(sums.loss)):  # waits for everything on this thread's stream
-            raise NonFiniteError(self._describe_non_finite(states))
-        self._add(states.batch, sums.detach(), collector.counts if collector else None)
+        sums = self.forward_and_backward(states, collector).detach()
+        self._add(states.batch, sums, collector.counts if collector else None)
+        self._unsettled.append(_Unsettled(given, states, Arriving(sums.loss)))
+
+    def _settle(self, *, keep: int) -> None:
+        while len(self._unsettled) > keep:
+            first = self._unsettled.pop(0)
+            if not math.isfinite(float(first.loss.read())):
+                raise NonFiniteError(self._describe_non_finite(first.states), micro_batch=first.states.batch.index)
 
     def forward_and_backward(self, states: TargetStates, collector: DraftCollector | None = None) -> LossSums:
         """Add the gradients of states on this worker's device to the flat ones. Does not wait for the device."""

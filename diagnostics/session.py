@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from diagnostics.output import say
 from diagnostics.records import Finding
 
 _POLL_SECONDS = 0.2
+_GRACE_SECONDS = 10.0  # between asking the program to end and killing it
 _UNSEEN_AFTER_SECONDS = 2.0  # a Python process of this age without a journal is not watched
 _SECONDS_BETWEEN_HANG_CHECKS = 1.0
 _COMPILE_WORKER = "/torch/_inductor/compile_worker/"  # torch starts these with a PYTHONPATH of its own
@@ -101,15 +102,32 @@ def _run(command: list[str], watcher: _Watcher, environment: dict[str, str]) -> 
             program = subprocess.Popen(command, env=environment)
         except OSError as error:
             raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
-        while True:
-            try:
-                code = program.wait(_POLL_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                watcher.look(program.pid)
-                for number in arrived():
-                    program.send_signal(number)
+        try:
+            code = _watched_to_its_end(program, watcher, arrived)
+        except BaseException:  # nobody would watch the program, or wait for it, any more
+            _end(program)
+            raise
     return watcher.outcome(code, seconds=time.monotonic() - started)
+
+
+def _watched_to_its_end(program: subprocess.Popen[bytes], watcher: _Watcher, arrived: Callable[[], list[int]]) -> int:
+    while True:
+        try:
+            return program.wait(_POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            watcher.look(program.pid)
+            for number in arrived():
+                program.send_signal(number)
+
+
+def _end(program: subprocess.Popen[bytes]) -> None:
+    """Ask, wait, kill."""
+    program.terminate()
+    try:
+        program.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        program.wait()
 
 
 def _environment(directory: Path, command: Sequence[str]) -> dict[str, str]:
@@ -130,7 +148,7 @@ class _Watcher:
         self._started = self._shown = self._checked = time.monotonic()
         self._hang_watch = HangWatch(self._watched_pids, stall_seconds) if stall_seconds else None
         self._hangs: list[Finding] = []
-        self._hangs_unseen: list[str] = []
+        self._failed_looks: list[tuple[int, str]] = []  # pid, and why its stacks could not be read
         self._python: dict[int, str] = {}  # pid -> command of Python processes that should have a journal
         self._alive: set[int] = set()
 
@@ -162,7 +180,7 @@ class _Watcher:
         report = watch.check()
         if report is None:
             return
-        self._hangs_unseen += report.not_observed
+        self._failed_looks += [(report.pid, why) for why in report.not_observed]
         for finding in report.findings:
             self._hangs.append(dataclasses.replace(finding, process=f"pid {report.pid}"))
             say(f"fxprobe: process {report.pid} does nothing: {finding.what}. It is left as it is; kill {report.pid} ends it")
@@ -193,12 +211,17 @@ class _Watcher:
             for pid, command in missing.items()
             if pid not in workers
         ]
+        ended = {record.pid for record in records if record.ended}
+        unseen += [why for pid, why in self._failed_looks if pid not in ended]
         if not processes:
             unseen.append("no process of the program imported torch: there was nothing to observe")
         for record in processes:
             unseen += [_of(record, processes, seen.name) for seen in record.observations if seen.kind == "not_observed"]
         notes = [_of(record, processes, seen.name) for record in processes for seen in record.observations if seen.kind == "note"]
         notes += [_of(record, processes, sentence) for record in processes for sentence in self._end_notes(record)]
+        notes += [
+            f"process {pid} did nothing for a while and then went on: {why}" for pid, why in self._failed_looks if pid in ended
+        ]
         if workers:
             notes.append(f"{len(workers)} compile workers of Inductor were not watched: they run nothing of the program")
         if code < 0:
@@ -208,7 +231,7 @@ class _Watcher:
             seconds=seconds,
             processes=processes,
             others=len(records) - len(processes),
-            not_observed=tuple(dict.fromkeys([*unseen, *self._hangs_unseen])),
+            not_observed=tuple(dict.fromkeys(unseen)),
             notes=tuple(dict.fromkeys(notes)),
             hangs=tuple(self._told(finding, records) for finding in self._hangs),
         )

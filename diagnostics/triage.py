@@ -29,7 +29,8 @@ from rich.markup import escape
 from diagnostics.environments.masking import masked
 from diagnostics.logs.encodings import Unreadable
 from diagnostics.logs.groups import Evidence, Group, Groups
-from diagnostics.logs.search import LogSearch, read_log
+from diagnostics.logs.parts import Read, read_log
+from diagnostics.logs.search import LogSearch
 from diagnostics.output import ended_plainly, output_file, printable, say, write_text
 from diagnostics.terminal import ReportConsole, print_detail
 
@@ -67,7 +68,7 @@ def summary(logs: Sequence[Path]) -> dict[str, object]:
     return _to_dict(groups.ordered(), read, unreadable, groups.dropped)
 
 
-def _look(logs: Sequence[str]) -> tuple[Groups, list[LogSearch], list[str]]:
+def _look(logs: Sequence[str]) -> tuple[Groups, list[Read], list[str]]:
     """What was found, what was read, and what could not be."""
     groups, read, unreadable = Groups(), [], []
     for path in logs:
@@ -78,7 +79,7 @@ def _look(logs: Sequence[str]) -> tuple[Groups, list[LogSearch], list[str]]:
     return groups, read, unreadable
 
 
-def exit_code(found: Sequence[Group], read: Sequence[LogSearch], unreadable: Sequence[str]) -> int:
+def exit_code(found: Sequence[Group], read: Sequence[Read], unreadable: Sequence[str]) -> int:
     """1 a failure, else 2 an unreadable log, else 3 nothing read, else 0."""
     if any(group.kind.severity != "info" for group in found):
         return 1
@@ -87,7 +88,7 @@ def exit_code(found: Sequence[Group], read: Sequence[LogSearch], unreadable: Seq
     return 0 if any(search.bytes for search in read) else 3
 
 
-def print_report(console: Console, found: Sequence[Group], read: Sequence[LogSearch], *, max_shown: int | None) -> None:
+def print_report(console: Console, found: Sequence[Group], read: Sequence[Read], *, max_shown: int | None) -> None:
     """Each failure, what it means only once for each kind, then what was read."""
     told: set[str] = set()
     for group in found[:max_shown]:
@@ -132,17 +133,17 @@ def _evidence(one: Evidence) -> str:
     return f"{one.place}{f' ({whose})' if whose else ''}: {one.text}"
 
 
-def _read(path: str, groups: Groups) -> LogSearch:
+def _read(path: str, groups: Groups) -> Read:
     if path != "-":
         return read_log(Path(path), groups)
     if sys.stdin is None:
         raise Unreadable("standard input is closed")
     search = LogSearch("standard input", groups)
     search.read(sys.stdin.buffer)
-    return search
+    return Read(search.log, search.lines, search.bytes)
 
 
-def _to_dict(found: Sequence[Group], read: Sequence[LogSearch], unreadable: Sequence[str], dropped: int) -> dict[str, object]:
+def _to_dict(found: Sequence[Group], read: Sequence[Read], unreadable: Sequence[str], dropped: int) -> dict[str, object]:
     return {
         "version": 1,
         "exit_code": exit_code(found, read, unreadable),

@@ -152,12 +152,29 @@ def test_bad_usage_is_refused_before_anything_runs(arguments: list[str], monkeyp
     assert stopped.value.code == 2
 
 
+def test_what_takes_long_or_needs_more_is_only_measured_by_name(tmp_path: Path) -> None:
+    left_out = {"specforge", "simulation"}
+    assert set(front._options(["--device", "cpu"]).names) == set(front.BENCHES) - left_out
+    assert front._options(["simulation", "--device", "cpu"]).names == ["simulation"]
+    (tmp_path / "specforge").mkdir()
+    assert "specforge" in front._options(["--device", "cpu", "--specforge", str(tmp_path)]).names
+
+
 def test_levers_are_off_as_in_the_trainer_and_reach_a_child_as_its_flags() -> None:
     assert "--compile.loss" not in TINY.train_flags()
     levers = Settings(shape="tiny", device=CPU, rounds=1, levers=("loss", "target", "copies"))
     assert {"--compile.loss", "--compile.target", "--optim.bf16-copies"} <= set(levers.train_flags())
     config = levers.config()
     assert (config.compile.loss, config.compile.target, config.optim.bf16_copies) == (True, True, True)
+
+
+@pytest.mark.parametrize("lever", ["fp8", "copies"])
+def test_levers_of_gpus_are_refused_on_a_cpu_before_a_bench_starts(lever: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for main in (front.main, drafter_step.main):
+        with pytest.raises(SystemExit) as stopped:
+            main([*(["drafter_step"] if main is front.main else []), "--device", "cpu", "--levers", lever])
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.count("is for GPUs") == 1
 
 
 def test_bf16_copies_are_refused_where_training_is_in_fp32() -> None:

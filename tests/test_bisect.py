@@ -235,7 +235,7 @@ def test_the_planted_package_is_found_and_its_environments_are_used_again(
     shown = capsys.readouterr().out.splitlines()
     assert shown[-1] == "culprit: alpha 1 → 2"
     made = set((tmp_path / "c" / "environments").iterdir())
-    monkeypatch.setattr(venvs, "_run", lambda command: pytest.fail(f"installed again: {command}"))
+    monkeypatch.setattr(venvs, "_run", lambda *command: pytest.fail(f"installed again: {command}"))
     assert bisect.main([*arguments, "--fresh", "--", "python", "-c", code]) == 0
     assert set((tmp_path / "c" / "environments").iterdir()) == made
     changed = pins.changes(pins.read(tmp_path / "good.txt"), pins.read(tmp_path / "bad.txt"))

@@ -7,12 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from diagnostics.bisection import trials
+from diagnostics.bisection import trials, venvs
 from diagnostics.bisection.logbook import Logbook
 from diagnostics.bisection.outcomes import BadInput, Trial
 from diagnostics.bisection.trials import Command, variables_of
@@ -70,10 +71,48 @@ def test_a_command_that_outlived_its_bisection_is_ended(tmp_path: Path) -> None:
         process.wait()
 
 
-def run_command(tmp_path: Path, script: str, *, metric: str | None = None, timeout_seconds: float | None = None) -> Trial:
+INSTALLS = """
+import sys
+from pathlib import Path
+from diagnostics.bisection import venvs
+with venvs._locked(Path(sys.argv[1])) as held:
+    venvs._run(["sh", "-c", "echo begun > begun; cat end"], held)
+"""
+
+
+def test_an_installer_that_outlived_its_bisection_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("begun", "end"):
+        os.mkfifo(tmp_path / name)
+    program, path = (sys.executable, "-c", INSTALLS, "key.lock"), {"PYTHONPATH": str(Path.cwd())}
+    bisection = subprocess.Popen(program, cwd=tmp_path, env={**os.environ, **path})
+    (tmp_path / "begun").read_text()  # the installer runs
+    bisection.kill()
+    bisection.wait(60)
+    told: list[str] = []
+
+    def release(text: str) -> None:
+        told.append(text)
+        (tmp_path / "end").write_text("now")
+
+    monkeypatch.setattr(venvs, "say", release)
+    with venvs._locked(tmp_path / "key.lock"):
+        pass
+    if not told:
+        (tmp_path / "end").write_text("now")
+    assert ["waits until another installer is done" in text for text in told] == [True]
+
+
+def run_command(
+    tmp_path: Path,
+    script: str,
+    *,
+    metric: str | None = None,
+    timeout_seconds: float | None = None,
+    started: Callable[[int], object] = id,
+) -> Trial:
     found = re.compile(metric) if metric else None
     command = Command(arguments=("sh", "-c", script), metric=found, timeout_seconds=timeout_seconds)
-    return command.run(directory=tmp_path, variables=dict(os.environ), log=tmp_path / "log", started=lambda _: None)
+    return command.run(directory=tmp_path, variables=dict(os.environ), log=tmp_path / "log", started=started)
 
 
 def test_the_last_number_counts_and_only_of_a_run_that_ended_well(tmp_path: Path) -> None:
@@ -85,11 +124,18 @@ def test_the_last_number_counts_and_only_of_a_run_that_ended_well(tmp_path: Path
 
 
 def test_a_command_that_takes_too_long_ends_with_all_its_children(tmp_path: Path) -> None:
-    trial = run_command(tmp_path, "sleep 300 & echo $! > child; wait", timeout_seconds=0.5)
+    pipe = tmp_path / "child"
+    os.mkfifo(pipe)
+    children: list[psutil.Process] = []
+    trial = run_command(
+        tmp_path,
+        f"sleep 300 & echo $! > {pipe}; wait",
+        timeout_seconds=0.1,
+        started=lambda _: children.append(psutil.Process(int(pipe.read_text()))),  # its time begins when the child runs
+    )
     assert trial.timed_out
     assert trial.failed
-    child = int((tmp_path / "child").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+    assert not children[0].is_running() or children[0].status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
 
 
 def test_a_run_is_over_only_when_nothing_that_it_started_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,6 +187,20 @@ def test_a_process_that_only_names_the_folder_is_told_and_stops_nothing(tmp_path
         assert compile_cache.main(["prune", "--max-bytes", "0", "--yes", "--directory", str(cache)]) == 0
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc here: users are not observed, which the inventory says")
+def test_a_shell_that_only_passes_the_folder_on_does_not_use_it(tmp_path: Path) -> None:
+    graph(tmp_path, 1, ours())
+    variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    with subprocess.Popen(("cat",), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables) as shell:
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        shell.stdin.write(b"x")
+        shell.stdin.flush()
+        shell.stdout.read(1)  # it runs
+        assert take(tmp_path).users == []
+        shell.stdin.close()
+
+
 def test_what_is_no_cache_is_told_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "file", "x")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -27,7 +27,7 @@ from dflash.trainer import train
 LENGTHS = [32, 20, 12, 9, 9, 32, 30, 5, 17, 17, 8, 24, 6]  # rows of one to four documents
 STEPS = 2  # of two micro-batches: the first epoch
 
-pytestmark = pytest.mark.timeout(900)  # whoever comes first waits for all runs in processes
+pytestmark = pytest.mark.timeout(2700)  # whoever comes first waits for all runs in processes
 
 
 def configure(output: Path, base: Path, **changes: Any) -> RunConfig:

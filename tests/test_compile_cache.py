@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,33 +53,57 @@ def test_a_failed_run_tells_of_its_cache_too(tmp_path: Path) -> None:
     assert seen[-1].name == "compile_cache"
 
 
-CHILD = """
-import json, sys
+# Compiles once in a fork for each directory: importing what compiles takes longer than all else.
+FORKS = """
+import json, os, sys
 from pathlib import Path
-import torch
+import torch, torch._functorch.aot_autograd, torch._inductor.compile_fx
 from dflash.compile_cache import CompileCache
 from torch._dynamo.utils import counters
 from dflash import events
-cache, seen = CompileCache(Path(sys.argv[1])), []
-counters["inductor"]["fxgraph_cache_hit"] += 7  # of what compiled before
-with events.subscribed(lambda event: seen.append(event.fields) if event.name == "compile_cache" else None), cache.active():
-    torch.compile(lambda x: x @ x)(torch.ones(8, 8))  # no C++ to build
-    cache.save()
-(told,) = seen
-assert told["state"] == cache.state
-assert sum(told["autograd"].values()) == 1, told
-assert Path(told["directory"]).is_dir()
-print(json.dumps([cache.state, told["graphs"]["hits"], told["graphs"]["misses"]]))
+def starts(directory):
+    cache, seen = CompileCache(Path(directory)), []
+    counters["inductor"]["fxgraph_cache_hit"] += 7  # of what compiled before
+    with events.subscribed(lambda event: seen.append(event.fields) if event.name == "compile_cache" else None), cache.active():
+        torch.compile(lambda x: x @ x)(torch.ones(8, 8))  # no C++ to build
+        cache.save()
+    (told,) = seen
+    assert told["state"] == cache.state
+    assert sum(told["autograd"].values()) == 1, told
+    assert Path(told["directory"]).is_dir()
+    print(json.dumps([cache.state, told["graphs"]["hits"], told["graphs"]["misses"]]), flush=True)
+for line in sys.stdin:
+    if os.fork() == 0:
+        starts(line.strip())
+        os._exit(0)
+    if os.wait()[1]:
+        break
+os._exit(0)
 """
 
 
-def child(directory: Path) -> list[object]:
-    done = subprocess.run([sys.executable, "-c", CHILD, str(directory)], capture_output=True, text=True, check=True, cwd=ROOT)
-    found: list[object] = json.loads(done.stdout.splitlines()[-1])
-    return found
+@pytest.fixture
+def child() -> Iterator[Callable[[Path], list[object]]]:
+    """State, hits and misses of a process that starts with a directory as its cache."""
+    command = (sys.executable, "-c", FORKS)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+
+        def started(directory: Path) -> list[object]:
+            requests.write(f"{directory}\n")
+            requests.flush()
+            found: list[object] = json.loads(answers.readline())
+            return found
+
+        yield started
+        requests.close()
 
 
-def test_a_second_process_starts_warm_and_a_copied_file_of_artefacts_restores_an_empty_directory(tmp_path: Path) -> None:
+def test_a_second_process_starts_warm_and_a_copied_file_of_artefacts_restores_an_empty_directory(
+    tmp_path: Path, child: Callable[[Path], list[object]]
+) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     assert child(here) == ["cold", 0, 1]
     assert child(here) == ["warm", 1, 0]

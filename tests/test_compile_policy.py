@@ -1,6 +1,7 @@
 import contextlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from torch._dynamo import config as dynamo
 
 from dflash import compile_counts, compile_policy
 from dflash.compile_policy import CompilePolicy, RecompileError
-from dflash.config import CompileConfig, ConfigError
+from dflash.config import CompileConfig, ConfigError, DataConfig, RunConfig
 from dflash.fx.isolation import is_isolated
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -353,3 +354,12 @@ def test_the_memory_budget_holds_in_every_worker_and_nowhere_else() -> None:
         CompileConfig(activation_memory=1.5)
     with pytest.raises(ConfigError, match="policy is eager"):
         CompileConfig(activation_memory=0.5, policy="eager")
+
+
+def test_what_asks_to_compile_is_refused_where_nothing_compiles_or_no_target_runs() -> None:
+    for lever in ("target", "loss"):
+        with pytest.raises(ConfigError, match=f"nothing is compiled: leave --compile.{lever} out"):
+            CompileConfig(policy="eager", **{lever: True})
+        CompileConfig(policy="lock", **{lever: True})
+    with pytest.raises(ConfigError, match="no target runs"):
+        RunConfig(topology="0t+1d", data=DataConfig(features=Path("features")), compile=CompileConfig(target=True))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 def pytest_run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_missing_gpus_are_told_with_what_to_do() -> None:

@@ -116,6 +116,24 @@ def test_trees_are_reported_as_the_chain_is_and_pictures_are_drawn(run: Path, te
     assert not Path(result["pictures"][1]).exists(), "a picture of another evaluation does not stay beside the new numbers"
 
 
+def test_a_comparison_tells_the_difference_of_each_way_or_is_refused_before_decoding(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other.json"
+    first = evaluate(settings(run, budgets=(4,)))
+    first["tau_by_prompt"] = {prompt: tau - 0.25 for prompt, tau in first["tau_by_prompt"].items()}
+    other.write_text(json.dumps(first))
+    capsys.readouterr()
+    found = evaluate(settings(run, budgets=(4,), against=other))
+    assert found["against"]["tau_difference"] == pytest.approx(0.25)
+    assert found["against"]["trees"][0]["tau_difference"] == 0
+    assert found["against"]["prompts"] == found["prompts"]
+    assert "+0.25" in capsys.readouterr().err
+    monkeypatch.setattr("dflash.decoding.evaluate._decode", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        evaluate(settings(run, max_new_tokens=5, against=other))
+
+
 def test_prompts_decoded_together_give_the_numbers_of_prompts_decoded_alone(run: Path) -> None:
     few = {"max_prompts": 5, "max_new_tokens": 5, "budgets": (6,), "baseline": False}
     alone, together = (evaluate(settings(run, batch=batch, **few)) for batch in (1, 3))

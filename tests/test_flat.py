@@ -52,9 +52,9 @@ def test_flat_adamw_equals_adamw_on_separate_parameters_with_decay_on_matrices_o
         theirs.step()
         flat.gradients.zero_()
         module(inputs).square().sum().backward()
-        found = ours.norm(3.0)
-        ours.step(step, total_weight=3.0, norm=found)
-        assert found == pytest.approx(float(norm), rel=1e-5)
+        found = ours.norm()
+        ours.step(step, total_weight=torch.tensor(3.0), norm=found)
+        assert float(found) / 3 == pytest.approx(float(norm), rel=1e-5)
     for expected, parameter in zip(reference.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
 
@@ -81,7 +81,7 @@ def test_bf16_copies_of_matrices_compute_and_add_up_what_autocast_does_bit_for_b
         assert theirs.gradients.any()
         assert torch.equal(theirs.gradients, ours.gradients)
         for flat, optimizer in zip((theirs, ours), optimizers, strict=True):
-            optimizer.step(step, total_weight=2.0, norm=optimizer.norm(2.0))
+            optimizer.step(step, total_weight=torch.tensor(2.0), norm=optimizer.norm())
             flat.clear_gradients()
         assert torch.equal(theirs.weights, ours.weights)
 
@@ -104,12 +104,12 @@ def test_moments_survive_a_round_trip_bit_for_bit() -> None:
     flats = [FlatParameters(first), FlatParameters(second)]
     optimizers = [FlatAdamW(flat, config) for flat in flats]
     flats[0].gradients.fill_(0.3)
-    optimizers[0].step(0, total_weight=1.0, norm=optimizers[0].norm(1.0))
+    optimizers[0].step(0, total_weight=torch.tensor(1.0), norm=optimizers[0].norm())
     flats[1].weights.copy_(flats[0].weights)
     optimizers[1].load_moments(optimizers[0].moments())
     for flat, optimizer in zip(flats, optimizers, strict=True):
         flat.gradients.fill_(0.7)
-        optimizer.step(1, total_weight=1.0, norm=optimizer.norm(1.0))
+        optimizer.step(1, total_weight=torch.tensor(1.0), norm=optimizer.norm())
     assert torch.equal(flats[0].weights, flats[1].weights)
 
 
@@ -134,3 +134,17 @@ def test_the_first_non_finite_parameter_is_named() -> None:
     assert flat.first_non_finite(flat.weights) is None
     flat.named(flat.weights)["1.weight"][2] = math.nan
     assert flat.first_non_finite(flat.weights) == "1.weight"
+
+
+@pytest.mark.parametrize(("weight", "gradient"), [(0.0, 0.0), (2.0, math.nan), (2.0, math.inf)])
+def test_an_update_without_weight_or_with_gradients_that_are_not_finite_changes_nothing(weight: float, gradient: float) -> None:
+    module = small_module()
+    flat = FlatParameters(module)
+    optimizer = FlatAdamW(flat, OptimConfig(steps=4, weight_decay=0.1))
+    flat.gradients.fill_(0.5)
+    optimizer.step(0, total_weight=torch.tensor(1.0), norm=optimizer.norm())
+    weights, moments = flat.weights.clone(), {name: value.clone() for name, value in optimizer.moments().items()}
+    flat.gradients.fill_(gradient)
+    optimizer.step(1, total_weight=torch.tensor(weight), norm=optimizer.norm())
+    assert torch.equal(flat.weights, weights)
+    assert all(torch.equal(value, moments[name]) for name, value in optimizer.moments().items())

@@ -57,6 +57,16 @@ def test_both_products_deviate_by_the_rounding_of_their_factors() -> None:
     assert deviation(head.by_hidden(by_logits, row_scale), expected) < 0.04
 
 
+def test_a_hidden_state_has_the_logits_that_it_has_alone_whatever_stands_beside_it() -> None:
+    head, hidden = Fp8Head(random_tensor(VOCABULARY, HIDDEN, seed=1).bfloat16()), random_tensor(4, HIDDEN, seed=2)
+    alone = head.logits(hidden[:1])
+    hidden[1:] *= torch.tensor([1e4, 1e-4, torch.nan])[:, None]
+    together = head.logits(hidden)
+    assert torch.equal(together[:1], alone)
+    assert together[:3].isfinite().all()
+    assert together[3].isnan().all()
+
+
 @pytest.mark.parametrize("kind", ["ce", "dpace"])
 def test_training_through_the_head_in_fp8_gives_nearly_the_same_gradients(kind: Any) -> None:
     ends = FrozenEnds(nn.Embedding(VOCABULARY, HIDDEN), random_tensor(VOCABULARY, HIDDEN, seed=3).bfloat16(), None)

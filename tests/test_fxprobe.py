@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.convert_frame
+from helpers_fxprobe import HAZARD
 
-from dflash.fx import seams
 from diagnostics import fxprobe
 from diagnostics.observe import observed
 from diagnostics.records import Finding, Observation
-
-ROOT = Path(__file__).parent.parent
-FLAG_IS_SHARED = seams.tracing_state().flag_scope == "process"
 
 
 class Probe:
@@ -57,119 +53,6 @@ def script(directory: Path, text: str) -> str:
     path = directory / "program.py"
     path.write_text(textwrap.dedent(text))
     return str(path)
-
-
-@pytest.mark.parametrize(
-    ("scenario", "failure", "severity", "code"),
-    [("F3", "F3", "error", 1), ("F3-shared", "F3", "error", 1), ("F4", "F4", "hazard", 3), ("F5", "F5", "error", 1)],
-)
-def test_what_every_torch_does_wrong_is_found_with_its_threads(
-    probe: Probe, scenario: str, failure: str, severity: str, code: int
-) -> None:
-    done = probe("-m", "diagnostics.stress.scenarios", scenario)
-    (finding,) = [finding for finding in probe.findings if finding.id == failure]
-    assert (done.returncode, finding.severity, finding.who) == (code, severity, ("tracing", "innocent"))
-    assert any("scenarios.py" in line for line in (*finding.where, *finding.others))
-    assert "threads: tracing, innocent" in done.stderr
-
-
-@pytest.mark.parametrize("scenario", ["F1", "F2", "F6"])
-def test_a_shared_flag_is_found_where_torch_shares_it_and_not_elsewhere(probe: Probe, scenario: str) -> None:
-    done = probe("-m", "diagnostics.stress.scenarios", scenario)
-    found = [finding for finding in probe.findings if finding.id == scenario and {"tracing", "innocent"} == set(finding.who)]
-    assert [finding.severity for finding in found] == (["error"] if FLAG_IS_SHARED else [])
-    assert done.returncode == (1 if FLAG_IS_SHARED or scenario == "F6" else 0)  # overlapping traces leak a patch on every torch
-
-
-def test_a_clean_program_has_exit_code_0_and_no_findings(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    command = (
-        sys.executable,
-        "-m",
-        "diagnostics.fxprobe",
-        "--json",
-        str(report),
-        "--",
-        "-m",
-        "diagnostics.stress.scenarios",
-        "clean",
-    )
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert (done.returncode, json.loads(report.read_text())["findings"]) == (0, []), done.stderr
-    assert "1 process with torch" in done.stderr
-
-
-def test_the_report_counts_traces_and_compiles_by_thread(probe: Probe) -> None:
-    program = script(
-        probe.directory,
-        """
-        import threading, torch
-        from torch.fx.experimental.proxy_tensor import make_fx
-
-        @torch.compile(backend="eager")
-        def f(x):
-            y = x + 1
-            torch._dynamo.graph_break()
-            return y * 2
-
-        def work():
-            f(torch.ones(2))
-            f(torch.ones(2, dtype=torch.int32))
-            for _ in range(3):
-                make_fx(torch.sin)(torch.ones(1))
-
-        thread = threading.Thread(target=work, name="worker")
-        thread.start()
-        thread.join()
-        """,
-    )
-    assert probe(program).returncode == 0
-    compiles = [seen for seen in probe.observations if seen.kind == "compile" and seen.name == "f"]
-    assert sum(seen.count for seen in compiles) == 2
-    assert [seen.fields["recompile"] for seen in compiles] == [False, True]
-    assert all(len(seen.fields["graph_breaks"]) == 1 for seen in compiles)
-    (traces,) = [seen for seen in probe.observations if seen.kind == "trace" and "work" in seen.where[-1]]
-    assert (traces.count, traces.fields) == (3, {"inside_dynamo": False})
-    assert {seen.threads for seen in (*compiles, traces)} == {("worker",)}
-
-
-def test_the_recompile_limit_is_a_fallback(probe: Probe) -> None:
-    program = script(
-        probe.directory,
-        """
-        import torch
-        torch._dynamo.config.recompile_limit = 2
-
-        @torch.compile(backend="eager", dynamic=False)
-        def f(x):
-            return x + 1
-
-        for size in range(2, 6):
-            f(torch.ones(size))
-        """,
-    )
-    assert probe(program).returncode == 1
-    (finding,) = probe.findings
-    assert (finding.id, finding.severity) == ("F7", "error")
-    assert "f reached the recompile limit" in finding.what
-
-
-def test_a_trace_of_a_compiled_function_in_one_thread_is_no_race(probe: Probe) -> None:
-    program = script(
-        probe.directory,
-        """
-        import torch
-        from torch.fx.experimental.proxy_tensor import make_fx
-        f = torch.compile(torch.sin, backend="eager")
-        f(torch.ones(1))
-        try:
-            make_fx(lambda x: f(x))(torch.ones(1))
-        except RuntimeError:
-            pass
-        """,
-    )
-    assert probe(program).returncode == 1
-    assert [(finding.id, finding.who) for finding in probe.findings] == [("F1-own", ("MainThread",))]
 
 
 def test_output_arguments_and_a_failing_exit_code_stay_the_programs(probe: Probe) -> None:
@@ -266,9 +149,10 @@ def test_a_program_with_exception_hooks_of_its_own_is_observed_all_the_same(prob
 
 
 def test_a_hazard_fails_only_when_asked_to(probe: Probe) -> None:
-    hazard = ("-m", "diagnostics.stress.scenarios", "F4")
-    assert probe(*hazard, options=("--fail-on", "hazard")).returncode == 1
-    assert probe(*hazard).returncode == 3
+    hazard = script(probe.directory, HAZARD)
+    assert probe(hazard, options=("--fail-on", "hazard")).returncode == 1
+    assert probe(hazard).returncode == 3
+    assert [(finding.id, finding.severity) for finding in probe.findings] == [("F4", "hazard")]
 
 
 @pytest.mark.parametrize("command", [("nowhere.py",), ("-m", "no_such_module"), ("-m",)])

@@ -1,11 +1,18 @@
+import contextlib
+import dataclasses
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from dflash.__main__ import main
-from dflash.config import ConfigError
-from dflash.engine.launch import Launch, differences
+from dflash.config import ConfigError, LossConfig
+from dflash.engine import processes
+from dflash.engine.launch import Agreement, Launch, Silent, differences, source_digest
+from dflash.engine.storage import check_storage
+from dflash.presets import tiny_cpu
 
 VARIABLES = {
     "RANK": "3",
@@ -28,6 +35,26 @@ def test_without_torchrun_the_command_says_how_to_start_it(
     assert shown.count("error:") == 1
     assert "not set: RANK, WORLD_SIZE" in shown
     assert "torchrun --nproc-per-node N -m dflash train" in shown
+
+
+def test_a_rank_says_what_its_device_cannot_do_before_anything_is_loaded() -> None:
+    config = dataclasses.replace(tiny_cpu(), engine="processes", loss=LossConfig(fp8_head=True))
+    with pytest.raises(ConfigError, match="fp8-head is for GPUs"):
+        processes._device(config, Launch.read(VARIABLES))
+    assert processes._device(dataclasses.replace(config, loss=LossConfig()), Launch.read(VARIABLES)) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("local_rank", "told"), [("0", 1), ("1", 0)])
+def test_a_missing_address_is_told_once_a_machine(
+    local_rank: str, told: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in (VARIABLES | {"LOCAL_RANK": local_rank}).items():
+        if name != "MASTER_ADDR":
+            monkeypatch.setenv(name, value)
+    with contextlib.nullcontext() if told else pytest.raises(Silent, match="2"):
+        assert main(["train", "--preset", "tiny-cpu", "--engine", "processes"]) == 2
+    assert capsys.readouterr().err.count("not set: MASTER_ADDR;") == told
 
 
 @pytest.mark.parametrize(("name", "value"), [("MASTER_ADDR", ""), ("RANK", "first")])
@@ -53,6 +80,21 @@ def test_differences_name_the_value_and_both_ranks() -> None:
     assert differences([one, dict(one)]) is None
 
 
+def test_sources_that_differ_have_another_digest_wherever_they_lie(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "part").mkdir(parents=True)
+        (tmp_path / name / "part" / "file.py").write_text("x = 1\n")
+        (tmp_path / name / "notes.txt").write_text(name)
+    assert source_digest(tmp_path / "one") == source_digest(tmp_path / "two")
+    (tmp_path / "two" / "part" / "file.py").write_text("x = 2\n")
+    assert source_digest(tmp_path / "one") != source_digest(tmp_path / "two")
+    (tmp_path / "one" / "part" / "file.py").rename(tmp_path / "one" / "part" / "moved.py")
+    (tmp_path / "two" / "part" / "file.py").write_text("x = 1\n")
+    assert source_digest(tmp_path / "one") != source_digest(tmp_path / "two")
+    config = dataclasses.replace(tiny_cpu(), engine="processes")
+    assert source_digest() in processes._facts(config)["versions"].values()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [(["--devices", "cuda:0"], "has one device of its own"),
@@ -73,3 +115,44 @@ def test_a_rank_without_a_gpu_of_its_own_is_bad_input(tmp_path: Path, monkeypatc
     config = make_config(tmp_path, engine="processes", devices="cuda")
     with pytest.raises(ConfigError, match=r"each of the 2 processes of this machine, rank 3 on \S+ found 1"):
         _device(config, Launch.read(VARIABLES))
+
+
+def storage_errors(outputs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What two ranks with these output directories say; both end with 2 where they say something."""
+    store = HashStore()
+    ends: list[object] = []
+
+    def rank(number: int) -> None:
+        launch = Launch.read(VARIABLES | {"RANK": str(number), "WORLD_SIZE": "2"})
+        try:
+            check_storage(outputs[number], launch, Agreement(PrefixStore("test", store), launch))
+        except Silent as end:
+            ends.append(end.code)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert ends == ([2, 2] if errors else [])
+    return errors
+
+
+def test_ranks_go_on_where_they_share_one_output_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "new" / "run"
+    assert storage_errors((output, output), capsys) == []
+    assert list(output.iterdir()) == []
+
+
+def test_a_rank_with_a_directory_of_its_own_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (error,) = storage_errors((tmp_path / "one", tmp_path / "two"), capsys)
+    assert "rank 1 on" in error
+    assert f"does not see in the output directory {tmp_path / 'two'} what rank 0 wrote" in error
+
+
+def test_storage_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for outputs in ((tmp_path / "file" / "run",) * 2, (tmp_path / "run", tmp_path / "file" / "run")):
+        (error,) = storage_errors(outputs, capsys)
+        assert f"cannot write to the output directory {tmp_path / 'file' / 'run'}" in error

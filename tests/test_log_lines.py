@@ -83,9 +83,8 @@ def filled(draw: st.DrawFn) -> list[str]:
 def test_a_line_is_read_as_if_no_other_had_been_read(lines: list[str]) -> None:
     for line in lines:
         assert reader.lines(line.encode()) == reader._lines(line.encode())
-        assert groups._numberless(line) == groups._NUMBERS.sub("#", line)
         assert recognise.gated(line) == recognise._gated(line)
-        assert recognise._candidates(line) == recognise._look_for_marks(line)
+        assert recognise._known_candidates(line) == recognise._candidates(line)
 
 
 @settings(max_examples=40, deadline=None)

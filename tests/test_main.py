@@ -43,6 +43,19 @@ def test_a_run_that_ended_before_it_was_measured_says_why_and_what_to_do(
     assert re.search(r"^not measured: .+; give the run more --optim.steps$", capsys.readouterr().err, re.MULTILINE)
 
 
+def test_what_a_cpu_cannot_do_is_refused_at_once_and_in_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash.assembly.load_target", lambda *_, **__: pytest.fail("a target was loaded"))
+    levers = ["--drafter.attention", "flex", "--loss.fp8-head", "--optim.bf16-copies"]
+    assert command.main([*flags(tmp_path / "run"), *levers]) == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1
+    for words in ("cannot train flex_attention on a CPU", "loss.fp8-head is for GPUs", "optim.bf16-copies is for GPUs"):
+        assert words in error
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -56,7 +69,7 @@ def test_a_run_that_ended_before_it_was_measured_says_why_and_what_to_do(
         (["--preset", "large"], "unknown preset 'large': known are tiny-cpu"),
         (["--data.path", "nowhere"], "not a directory of prepared data"),
         (["--compile.policy", "prewarm", "--compile.backend", "magic"], "'magic' is not known to this torch"),
-        (["--drafter.attention", "flex"], "cannot train flex_attention on a CPU"),
+        (["--compile.loss", "--compile.policy", "eager"], "leave --compile.loss out"),
     ],
 )
 def test_bad_settings_exit_with_2_and_say_what_to_change(

@@ -239,5 +239,7 @@ def test_workers_on_a_cpu_are_not_wrapped() -> None:
 
         def accumulate(self, states: Any) -> None: ...
 
+        def settle(self) -> None: ...
+
     worker = Worker()
     assert timed_drafters([worker], MeasureConfig(on=True))[0] is worker

@@ -25,7 +25,7 @@ from helpers_training import make_config
 from dflash import checkpoint
 from dflash.trainer import train
 
-pytestmark = pytest.mark.timeout(900)  # whoever comes first waits for all runs in processes
+pytestmark = pytest.mark.timeout(2700)  # whoever comes first waits for all runs in processes
 
 
 def test_processes_equal_threads_and_one_process_with_double_batch(outcomes: dict[str, Outcome], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from helpers_processes import STEPS, Outcome, interrupted, losses, same_bits, st
 from dflash import checkpoint
 from dflash.trainer import train
 
-pytestmark = pytest.mark.timeout(900)  # whoever comes first waits for all runs in processes
+pytestmark = pytest.mark.timeout(2700)  # whoever comes first waits for all runs in processes
 
 
 @pytest.fixture(scope="module")

@@ -329,7 +329,9 @@ def test_what_is_missing_is_named_and_what_is_there_is_tabled(settings: Settings
     out = settings.output
     part = {"tau": 2.5, "tau_ci95": [2.0, 3.0], "tau_sum": 2.4, "tokens_per_target_forward": 2.2, "speedup_over_plain": None}
     greedy = part | {"acceptance_per_position": [0.7, None], "trees": [{"budget": 16, **part, "tau": 3.5}]}
-    (out / "evaluate-b16-greedy.json").write_text(json.dumps(greedy))
+    for name, by_prompt in (("b16-greedy", {"a": 2.0, "b": 3.0}), ("specforge-b16-greedy", {"a": 2.5, "b": 3.5})):
+        trees = [greedy["trees"][0] | {"tau_by_prompt": {"a": 3.0, "b": 4.0}}]
+        (out / f"evaluate-{name}.json").write_text(json.dumps(greedy | {"tau_by_prompt": by_prompt, "trees": trees}))
     trained = {"steps": 10, "loss": 1.0, "tokens_per_second": 5.0, "seconds": {"training": 2.0}, "curve": []}
     (out / "train-b16.json").write_text(json.dumps(trained))
     (out / "ablations").mkdir()
@@ -341,6 +343,8 @@ def test_what_is_missing_is_named_and_what_is_there_is_tabled(settings: Settings
     assert "| b16-greedy | tree of 16 | 3.50 [2.00, 3.00] | 2.40 | 2.20 | - |" in text
     assert "| loss-kl | --loss.kind kl | 2.50 [2.00, 3.00] | 1.00 |" in text
     assert "0.70 -" in text
+    assert "| b16-greedy | chain | -0.50 [-0.50, -0.50] | 0 better, 2 worse, of 2 |" in text
+    assert "| b16-greedy | tree of 16 | 0.00 [0.00, 0.00] | 0 better, 0 worse, of 2 |" in text
 
 
 # Results and their settings

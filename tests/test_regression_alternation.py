@@ -54,7 +54,7 @@ def build(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **changes
 
 def test_each_build_gets_its_rate_and_they_never_run_at_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builds = [build("a", tmp_path, monkeypatch), build("b", tmp_path, monkeypatch, rate=300.0)]
-    found = run_in_turns(builds, turns=2, turn_seconds=0.15, timeout_seconds=60.0)
+    found = run_in_turns(builds, turns=2, turn_seconds=0.5, timeout_seconds=60.0)
     assert found.rates == {"a": pytest.approx(100.0), "b": pytest.approx(300.0)}
     assert [reason for reason in found.invalid if "CPUs" not in reason] == []
     ends = {one.name: [end for end, _ in steps_of((one.directory / "run" / "events.jsonl").read_text())] for one in builds}

@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from regression import child
-from regression.child import ChildFailed, run_json, run_to_success
+from regression.child import HERE, ChildFailed, Place, run_json, run_to_success
 
 
-def run(code: str, directory: Path, *, timeout_seconds: float = 60.0) -> child.ChildResult:
+def run(code: str, directory: Path, *, timeout_seconds: float = 60.0, place: Place = HERE) -> child.ChildResult:
     command = (sys.executable, "-c", textwrap.dedent(code))
-    return run_json(command, log=directory / "stderr.log", timeout_seconds=timeout_seconds)
+    return run_json(command, log=directory / "stderr.log", timeout_seconds=timeout_seconds, place=place)
 
 
 def test_the_last_line_of_standard_output_is_the_result(tmp_path: Path) -> None:
@@ -55,8 +55,15 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+def ready(pipe: Path, said: list[str]) -> Place:
+    """The time of a child begins when it has written to `pipe`, which is then in `said`."""
+    os.mkfifo(pipe)
+    return Place(started=lambda _: said.append(pipe.read_text()))
+
+
 def test_a_hanging_child_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "_GRACE_SECONDS", 0.5)
+    said: list[str] = []
     code = f"""
         import signal, subprocess, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and so does what it starts
@@ -64,23 +71,25 @@ def test_a_hanging_child_is_ended_with_what_it_started(tmp_path: Path, monkeypat
         open({str(tmp_path / "pid")!r}, "w").write(str(grandchild.pid))
         time.sleep(60)
         """
-    with pytest.raises(ChildFailed, match="did not end within 5 s and was killed"):
-        run(code, tmp_path, timeout_seconds=5.0)
-    grandchild = int((tmp_path / "pid").read_text())
+    with pytest.raises(ChildFailed, match="did not end within 1 s and was killed"):
+        run(code, tmp_path, timeout_seconds=1.0, place=ready(tmp_path / "pid", said))
+    grandchild = int(said[0])
     assert psutil.wait_procs([psutil.Process(grandchild)] if alive(grandchild) else [], timeout=20)[1] == []
 
 
-def test_a_child_that_listens_is_asked_first(tmp_path: Path) -> None:
+def test_a_child_that_listens_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_GRACE_SECONDS", 600.0)
     code = f"""
         import pathlib, signal, sys, time
         def asked(*_):
             pathlib.Path({str(tmp_path / "asked")!r}).touch()
             sys.exit(0)
         signal.signal(signal.SIGTERM, asked)
+        pathlib.Path({str(tmp_path / "ready")!r}).write_text("")
         time.sleep(60)
         """
     with pytest.raises(ChildFailed, match="was ended by SIGTERM"):
-        run(code, tmp_path, timeout_seconds=5.0)
+        run(code, tmp_path, timeout_seconds=0.1, place=ready(tmp_path / "ready", []))
     assert (tmp_path / "asked").exists()
 
 

@@ -310,9 +310,9 @@ def look(page: str, width: int, directory: Path, picture: Path | None = None) ->
         *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
         *(f"--window-size={width},{height}", f"--user-data-dir={directory / 'profile'}"),
     )
-    dump = subprocess.run((*common, "--dump-dom", file.as_uri()), capture_output=True, text=True, check=True, timeout=120).stdout
+    dump = subprocess.run((*common, "--dump-dom", file.as_uri()), capture_output=True, text=True, check=True).stdout
     if picture is not None:
-        subprocess.run((*common, f"--screenshot={picture}", file.as_uri()), capture_output=True, check=True, timeout=120)
+        subprocess.run((*common, f"--screenshot={picture}", file.as_uri()), capture_output=True, check=True)
     found = re.search(r"<title>(.*?)</title>", dump, flags=re.DOTALL)
     assert found, dump[:500]
     values: dict[str, Any] = json.loads(html.unescape(found[1]))

@@ -79,7 +79,9 @@ def test_errors_cuts_slow_answers_and_malformed_replies_change_nothing(there: An
         return chance.choice(FAULTS) if times < 3 and chance.random() < 0.5 else None
 
     with serving(model, fault=fault) as server:
-        summary = prepare.prepare(there(server, server_timeout_seconds=2.0))
+        for row in ROWS:  # the target has answered before anybody waits for it
+            server.reply({"prompt": json.loads(key(row)), "max_tokens": 12})
+        summary = prepare.prepare(there(server, server_timeout_seconds=5.0))
     assert tokens(tmp_path / "data") == here
     retries = summary["server_retries"]
     assert set(retries) >= {"HTTP 500", "HTTP 429", "malformed reply", "no reply in time"}

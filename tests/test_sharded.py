@@ -14,7 +14,7 @@ from dflash import checkpoint
 from dflash.config import ConfigError, RunConfig
 from dflash.trainer import train
 
-pytestmark = pytest.mark.timeout(900)  # whoever comes first waits for all runs in processes
+pytestmark = pytest.mark.timeout(2700)  # whoever comes first waits for all runs in processes
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from diagnostics.stress import __main__ as command
-from diagnostics.stress import policies
+from diagnostics.stress import children, policies
 from diagnostics.stress.children import watch
 from diagnostics.stress.combination import Combination, Refused, unclean
 from diagnostics.stress.runner import Tally, run
@@ -227,17 +229,29 @@ def test_without_a_compiler_inductor_and_flex_are_left_out_and_said(monkeypatch:
     assert any("flex_attention" in sentence for sentence in left_out)
 
 
-def test_a_child_that_hangs_is_shown_where_and_killed() -> None:
-    script = """
+def test_a_child_that_hangs_is_shown_where_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+
+    class Child(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if ready.exists():  # the child's time begins when it stands where it will hang
+                ready.read_text()
+                ready.unlink()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(children.subprocess, "Popen", Child)
+    script = f"""
 import faulthandler, signal, sys, threading
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 def waits_for_ever():
     print("phase: threads", file=sys.stderr, flush=True)
+    open({str(ready)!r}, "w").close()
     threading.Event().wait()
 waits_for_ever()
 """
-    result = watch((sys.executable, "-c", script), limit_seconds=2.0)
-    assert result["failure"] == "hung while running: threads; no end within 2 s"
+    result = watch((sys.executable, "-c", script), limit_seconds=1.0)
+    assert result["failure"] == "hung while running: threads; no end within 1 s"
     assert "waits_for_ever" in result["stacks"]
 
 

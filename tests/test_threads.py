@@ -50,6 +50,8 @@ class Drafter:
             raise FloatingPointError(f"micro-batch {item.batch.index}")
         self.seen.append(item.batch.index)
 
+    def settle(self) -> None: ...
+
 
 def make_run(
     targets: list[Target], drafters: list[Drafter], *, steps: int = 5, per_step: int = 3, first_step: int = 0

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +144,15 @@ def test_data_of_another_vocabulary_or_mask_id_is_refused(tmp_path: Path) -> Non
         train(other)
 
 
+@pytest.mark.parametrize("unsettled", [0, 1])  # on a GPU a micro-batch is looked at when the next one is under way
 def test_a_nan_names_the_samples_and_the_tensor_and_keeps_the_last_good_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsettled: int
 ) -> None:
     config = make_config(tmp_path / "run", checkpoint={"every_steps": 1})
     original = DrafterModelWorker.accumulate
 
     def poisoned(self: DrafterModelWorker, states: Any) -> None:
+        self._most_unsettled = unsettled
         if states.batch.index == 9:
             states.features[0, 3, 1] = float("nan")
         original(self, states)
@@ -301,7 +302,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_cleanly(tmp_path: Path, numb
     try:
         wait_for_steps(child, config.output / "events.jsonl")
         child.send_signal(number)
-        output, errors = child.communicate(timeout=60)
+        output, errors = child.communicate()
     finally:
         child.kill()
     assert child.returncode == 0, errors
@@ -341,21 +342,17 @@ def test_killed_runs_resume_as_if_nothing_happened(tmp_path: Path) -> None:
         wait_for_steps(child, config.output / "events.jsonl")
     finally:
         child.kill()
-        child.communicate(timeout=60)
+        child.communicate()
     train(make_config(tmp_path / "killed", optim={"steps": 160}, checkpoint={"every_steps": 40, "keep_last": 3}, resume=True))
     train(make_config(tmp_path / "whole", optim={"steps": 160}, checkpoint={"every_steps": 40, "keep_last": 3}))
     assert same_bits(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
 
 
 def wait_for_steps(child: subprocess.Popen[str], log: Path, steps: int = 3) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    while not (log.exists() and log.read_text().count('"name": "step"') >= steps):
         if child.poll() is not None:
             raise AssertionError(child.communicate()[1])
-        if log.exists() and log.read_text().count('"name": "step"') >= steps:
-            return
         threading.Event().wait(0.05)
-    raise AssertionError("the run made no steps in two minutes")
 
 
 def test_events_reach_every_subscriber_and_stop_with_the_block() -> None:

@@ -20,6 +20,7 @@ from dflash.engine.queue import WorkerFailed
 from dflash.engine.roles import Roles
 from dflash.engine.transport import ReceivingQueue, SendingQueue, StatesShape, TransportError, checksum, introduce, receive_states
 
+WAIT_SECONDS = 60  # ends what hangs
 SHAPE = StatesShape(features=(1, 4, 6), final_hidden=(1, 4, 2), dtype=torch.float32)
 
 
@@ -46,7 +47,7 @@ class Rank:
         return lambda: None
 
     def receive_control(self, count: int, source: int, tag: int) -> Callable[[], list[int]]:
-        return lambda: self.network.channels[source, self.rank, tag].get(timeout=5)[:count]
+        return lambda: self.network.channels[source, self.rank, tag].get(timeout=WAIT_SECONDS)[:count]
 
     def send_tensors(self, tensors: list[Tensor], to: int) -> Callable[[], None]:
         channel = self.network.channels[self.rank, to, "data"]
@@ -56,7 +57,9 @@ class Rank:
 
     def receive_tensors(self, tensors: list[Tensor], source: int) -> Callable[[], None]:
         def wait() -> None:
-            for tensor, sent in zip(tensors, self.network.channels[source, self.rank, "data"].get(timeout=5), strict=True):
+            for tensor, sent in zip(
+                tensors, self.network.channels[source, self.rank, "data"].get(timeout=WAIT_SECONDS), strict=True
+            ):
                 tensor.copy_(sent)
 
         return wait
@@ -99,7 +102,7 @@ class ConnectingRank(Rank):
         with self.network.meeting:
             known = (source, to, self.rank) in self.network.met
             self.network.met.add((source, to, self.rank))
-            barrier = self.network.barriers.setdefault((source, to), threading.Barrier(2, timeout=5))
+            barrier = self.network.barriers.setdefault((source, to), threading.Barrier(2, timeout=WAIT_SECONDS))
         if not known:
             barrier.wait()
 
@@ -141,7 +144,7 @@ class Ranks:
         with ThreadPoolExecutor(len(self.queues)) as drafters:
             list(drafters.map(ReceivingQueue.close, self.queues))
         for thread in self.targets:
-            thread.join(timeout=5)
+            thread.join(timeout=WAIT_SECONDS)
             assert not thread.is_alive()
 
 
@@ -240,7 +243,7 @@ def test_a_changed_byte_is_found_with_checksums_only() -> None:
     ranks = Ranks(Topology(1, 1), end=4, slots=1, checksums=True, network=network)
     with pytest.raises(WorkerFailed, match=r"rank 1 sent a micro-batch with checksum \d+, expected \d+"):
         ranks.queues[0].get(before=4)
-    ranks.targets[0].join(timeout=5)
+    ranks.targets[0].join(timeout=WAIT_SECONDS)
     assert checksum([torch.zeros(3)]) != checksum([torch.tensor([0.0, 0.0, 1e-30])])
 
 
@@ -253,7 +256,7 @@ def test_ranks_that_read_different_data_are_found(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(WorkerFailed, match="do all ranks read the same data") as caught:
         ranks.queues[0].get(before=4)
     assert isinstance(caught.value.__cause__, TransportError)
-    ranks.targets[0].join(timeout=5)
+    ranks.targets[0].join(timeout=WAIT_SECONDS)
 
 
 def test_states_of_another_shape_are_refused_before_they_are_sent() -> None:

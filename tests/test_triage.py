@@ -25,7 +25,6 @@ from diagnostics.logs.kinds import UNKNOWN
 from diagnostics.logs.recognise import KINDS, gated, of_line
 from diagnostics.logs.search import LogSearch
 
-pytestmark = pytest.mark.timeout(120)  # for failures: the wait for the deadlock has no end of its own
 PROGRAMS = Path(__file__).parent / "programs"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 CRASHES = ("race", "foreign_module", "limit", "flex", "nan", "missing", "chain", "full", "leak", "ranks")
@@ -92,7 +91,7 @@ def crashes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
                "--rdzv-endpoint", "localhost:0", str(PROGRAMS / "crashes.py"), *CRASHES)  # fmt: skip
     with log.open("w") as file:
-        subprocess.run(command, stdout=file, stderr=file, check=False, timeout=120, env=ENVIRONMENT)
+        subprocess.run(command, stdout=file, stderr=file, check=False, env=ENVIRONMENT)
     return log
 
 
@@ -110,7 +109,7 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         while not hang.inspect(process.pid, seconds=0.2).stuck:
             pass
         py_spy = (str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(process.pid))
-        text = subprocess.run(py_spy, capture_output=True, text=True, check=True, timeout=60).stdout
+        text = subprocess.run(py_spy, capture_output=True, text=True, check=True).stdout
     finally:
         process.send_signal(signal.SIGABRT)  # faulthandler prints all stacks
         process.wait(60)
@@ -400,7 +399,7 @@ def test_a_command_without_torch_reads_standard_input() -> None:
     code = (
         "import sys; from diagnostics import triage; code = triage.main(['-']); assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    done = subprocess.run((sys.executable, "-c", code), input=OOM, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run((sys.executable, "-c", code), input=OOM, capture_output=True, text=True, check=False)
     assert (done.returncode, "cuda-oom" in done.stdout) == (1, True), done.stderr
 
 

@@ -31,6 +31,7 @@ from dflash.checkpoint import CheckpointError, load_drafter
 from dflash.command_config import EvaluateConfig
 from dflash.config import ConfigError, RunConfig
 from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta
+from dflash.decoding.comparing import check_comparable, compare, read_evaluation
 from dflash.decoding.plots import acceptance_svg, budget_svg
 from dflash.decoding.rounds import Drafting, Generation, Wanted, decode
 from dflash.decoding.summary import Result, show, summarise
@@ -68,12 +69,18 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     Raises ConfigError, DataError or CheckpointError when run, checkpoint, target and data do not fit each other.
     """
     started = time.perf_counter()
+    other = None if config.against is None else read_evaluation(config.against)
     loaded = _load(config)
+    if other is not None:
+        assert config.against is not None
+        check_comparable(other, _describe(config, loaded), [name for name, _ in loaded.prompts], config.against)
     done = _decode(loaded, config)
     ways: tuple[Way, ...] = ("chain", *config.budgets)
     parts = {way: summarise(_results(loaded, done, way), seed=config.seed) for way in ways}
     summary = _describe(config, loaded) | parts["chain"]
     summary["trees"] = [{"budget": budget, **parts[budget]} for budget in config.budgets]
+    if other is not None:
+        summary["against"] = {"file": str(config.against), **compare(summary, other, seed=config.seed)}
     pictures = {"acceptance": acceptance_svg(summary)} | ({"budgets": budget_svg(summary)} if config.budgets else {})
     files = {config.run / f"evaluate-{config.checkpoint}-{name}.svg": picture for name, picture in pictures.items()}
     summary["pictures"] = [str(path) for path in files]

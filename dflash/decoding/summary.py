@@ -33,11 +33,13 @@ def summarise(results: Sequence[Result], *, seed: int) -> dict[str, Any]:
     generations = [result.speculative for result in results]
     baselines = [result.plain for result in results if result.plain is not None]
     differing = [r.sample_id for r in results if r.plain is not None and r.plain.tokens != r.speculative.tokens]
+    named = [result.sample_id for result in results if result.speculative.rounds]
     tokens, forwards = sum(len(g.tokens) for g in generations), sum(g.target_forwards for g in generations)
     return {
         "prompts": len(results),
         "tokens": tokens,
         **_acceptance([g.rounds for g in generations], seed),
+        "tau_by_prompt": dict(zip(named, acceptance.tau_by_request([r.speculative.rounds for r in results]), strict=True)),
         "target_forwards": {"prefill": len(results), "rounds": forwards - len(results)},
         "tokens_per_target_forward": acceptance.tokens_per_target_forward(tokens, forwards),
         "tokens_per_target_forward_definition": TOKENS_PER_FORWARD_DEFINITION,
@@ -62,6 +64,7 @@ def show(title: str, summary: dict[str, Any]) -> None:
     for name, values in (
         ("tokens", [str(part["tokens"]) for part in parts]),
         (f"τ of at most {summary['block_size']}  \\[95 %]", [_interval(part, "tau") for part in parts]),
+        *([("τ less the other's, by prompt", [_less(part) for part in _against(summary)])] if "against" in summary else []),
         ("committed / rounds", [_interval(part, "tau_sum") for part in parts]),
         ("τ by block", [_interval(part, "tau_block") for part in parts]),
         ("tokens per target forward", [_number(part["tokens_per_target_forward"]) for part in parts]),
@@ -81,6 +84,18 @@ def show(title: str, summary: dict[str, Any]) -> None:
 def _interval(part: dict[str, Any], name: str) -> str:
     interval = part[f"{name}_ci95"]
     return _number(part[name]) + (f"  \\[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+
+
+def _against(summary: dict[str, Any]) -> list[dict[str, Any] | None]:
+    trees = {tree["budget"]: tree for tree in summary["against"]["trees"]}
+    return [summary["against"], *(trees.get(tree["budget"]) for tree in summary["trees"])]
+
+
+def _less(difference: dict[str, Any] | None) -> str:
+    if difference is None or difference["tau_difference_ci95"] is None:
+        return "-"
+    low, high = difference["tau_difference_ci95"]
+    return f"{difference['tau_difference']:+.2f}  \\[{low:+.2f}, {high:+.2f}]"
 
 
 def _lossless(differing: list[str] | None) -> str:

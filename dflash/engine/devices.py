@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from dflash.config import ConfigError, RunConfig, Topology
 from dflash.device import parse_device, require_gpus
+from dflash.modeling.fp8_head import check_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,7 @@ class Placement:
 
 
 def place(config: RunConfig) -> Placement:
-    """Devices for the topology of `config`. Raises ConfigError when they do not exist or do not suffice."""
+    """Devices for the topology of `config`. Raises ConfigError when they do not exist, do not suffice, or cannot do it."""
     topology = Topology.parse(config.topology)
     workers = topology.targets + topology.drafters
     if config.devices == "cpu":
@@ -47,4 +49,25 @@ def place(config: RunConfig) -> Placement:
     if "cuda" in names:
         raise ConfigError("device 'cuda' names no GPU: write cuda:0")
     devices = tuple(parse_device(name) for name in names)
+    check_abilities(config, devices[topology.targets :])
     return Placement(targets=devices[: topology.targets], drafters=devices[topology.targets :])
+
+
+def check_abilities(config: RunConfig, drafters: Iterable[torch.device]) -> None:
+    """Raise ConfigError, naming all of them, for settings that these devices of drafters cannot have."""
+    found = []
+    kinds = {device.type for device in drafters}
+    if "cpu" in kinds:
+        if config.drafter.attention == "flex":
+            found.append(
+                "drafter.attention is flex, but torch cannot train flex_attention on a CPU: use --drafter.attention sdpa"
+            )
+        if config.loss.fp8_head:
+            found.append("loss.fp8-head is for GPUs, drafters are on a CPU: leave it out")
+        if config.optim.bf16_copies:
+            found.append("optim.bf16-copies is for GPUs, drafters on a CPU train in fp32: leave it out")
+    elif config.loss.fp8_head:
+        for device in drafters:
+            check_device(device)
+    if found:
+        raise ConfigError("; ".join(found))

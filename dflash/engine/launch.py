@@ -12,6 +12,7 @@ Known limit: where each start has a store of its own (TORCH_DISABLE_SHARE_RDZV_T
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -181,6 +183,15 @@ def differences(facts: Sequence[Mapping[str, Any]], shown: int = 5) -> str | Non
     return (
         f"the ranks do not run the same: {'; '.join(found[:shown])}{more}: start all nodes with one command and one installation"
     )
+
+
+def source_digest(package: Path = Path(__file__).parent.parent) -> str:
+    """A few digits that differ where the sources of a package do: nodes of one run may hold different checkouts of it."""
+    hasher = hashlib.blake2b(digest_size=6)
+    for file in sorted(package.rglob("*.py"), key=lambda file: file.relative_to(package).as_posix()):
+        hasher.update(f"{file.relative_to(package).as_posix()}\0".encode())
+        hasher.update(hashlib.blake2b(file.read_bytes()).digest())
+    return hasher.hexdigest()
 
 
 def host() -> str:

@@ -29,6 +29,8 @@ class WorkerTimes:
     items: int = 0
     tokens: int = 0
     busy_seconds: float = 0.0
+    busy_square_seconds: float = 0.0  # sum over items of the square of the seconds of each: how far they spread
+    finish_seconds: float = 0.0  # a lone drafter's at the ends of steps, which count as busy
     wait_seconds: float = 0.0  # target: queue full; drafter: queue empty
     sync_seconds: float = 0.0  # drafter: waiting for the others and for the leader
 
@@ -80,7 +82,10 @@ class DrafterWorker(Protocol):
     device: torch.device
 
     def accumulate(self, states: TargetStates) -> None:
-        """Forward and backward of one micro-batch; returns when the device is done."""
+        """Forward and backward of one micro-batch; a GPU may still be at it on return."""
+
+    def settle(self) -> None:
+        """Return when the device is done with all micro-batches."""
 
 
 class Sink(Protocol):
@@ -107,34 +112,37 @@ def target_loop(queue: Sink, times: WorkerTimes, worker: TargetWorker, doing: Do
             number = queue.claim()
         if number is None:
             return
-        with _timed(times, "busy_seconds"), doing.at("working", f"target states of micro-batch {number}"):
+        with _on_an_item(times), doing.at("working", f"target states of micro-batch {number}"):
             with events.span("target.forward", number=number):
                 states = worker.produce(number)
-            times.items += 1
             times.tokens += states.batch.num_tokens
             queue.put(number, states)
 
 
-def consume(queue: Source, times: WorkerTimes, worker: DrafterWorker, doing: Doing, *, before: int) -> None:
-    """Take micro-batches until the optimizer step has all of its own."""
+def consume(queue: Source, times: WorkerTimes, worker: DrafterWorker, doing: Doing, *, before: int, meets_others: bool) -> None:
+    """Take micro-batches until the optimizer step has all of its own. With others to meet, the device is done with them, too."""
     while True:
         with _timed(times, "wait_seconds"), doing.at("waiting", f"waiting for a micro-batch before {before}"):
             states = queue.get(before=before)
         if states is None:
-            return
+            break
         number = states.batch.index
-        with _timed(times, "busy_seconds"), doing.at("working", f"gradients of micro-batch {number}"):
+        with _on_an_item(times), doing.at("working", f"gradients of micro-batch {number}"):
             with events.span("drafter.accumulate", number=number):
                 worker.accumulate(states)
-            times.items += 1
             times.tokens += states.batch.num_tokens
+    if meets_others:
+        with _timed(times, "busy_seconds"), doing.at("working", f"gradients of micro-batches before {before}"):
+            worker.settle()
 
 
 @contextlib.contextmanager
-def syncing(times: WorkerTimes) -> Iterator[None]:
-    """Count the block as time in which a drafter waits for the others."""
-    with _timed(times, "sync_seconds"):
+def finishing(times: WorkerTimes, *, meets_others: bool) -> Iterator[None]:
+    """Count the block as time in which a drafter waits for the others, or works, where there are none."""
+    busy = times.busy_seconds
+    with _timed(times, "sync_seconds" if meets_others else "busy_seconds"):
         yield
+    times.finish_seconds += times.busy_seconds - busy
 
 
 @contextlib.contextmanager
@@ -155,3 +163,13 @@ def _timed(times: WorkerTimes, field_name: str) -> Iterator[None]:
         yield
     finally:
         setattr(times, field_name, getattr(times, field_name) + time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _on_an_item(times: WorkerTimes) -> Iterator[None]:
+    """Count the block as work on one micro-batch."""
+    before = times.busy_seconds
+    with _timed(times, "busy_seconds"):
+        yield
+    times.items += 1
+    times.busy_square_seconds += (times.busy_seconds - before) ** 2

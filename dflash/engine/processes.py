@@ -18,7 +18,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -30,13 +30,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from dflash import events
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
-from dflash.engine.launch import Agreement, Launch, Silent, differences, host
-from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
+from dflash.engine.devices import check_abilities
+from dflash.engine.launch import Agreement, Launch, Silent, differences, host, source_digest
+from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, finishing, on_device, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
+from dflash.engine.storage import check_storage
 from dflash.engine.transport import ReceivingQueue, introduce
 from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
+from dflash.engine.wire import GroupWire, talking
 from dflash.stopping import Stop, stop_on_signals
 
 MEASURED_BEAT_SECONDS = 0.2  # a measuring run knows what other ranks did as exactly as this
@@ -46,19 +49,16 @@ Made = TypeVar("Made")
 
 
 @dataclass(kw_only=True)
-class Ranks:
-    """This rank among the others. Built by `joined`; also the `Wire` of the transport."""
+class Ranks(GroupWire):
+    """This rank among the others. Built by `joined`."""
 
     launch: Launch
     roles: Roles
-    device: torch.device
     doing: Doing
     stop: Stop  # asked to by a signal
     agreement: Agreement
     watch: Watch
     waits_meter: WaitsMeter
-    control: Any
-    data: Any
     drafters: Any
     drafters_control: Any  # Gloo, for Python objects
     team: Any = None  # of a target with several ranks, as `data`; None for other workers
@@ -115,20 +115,20 @@ class Ranks:
     def told_by_target_leader(self, number: int | None) -> int | None:
         """What the first rank of the team says to all of it: a micro-batch, or the end."""
         told = torch.tensor([-1 if number is None else number])
-        with _talking():
+        with talking():
             dist.broadcast(told, src=self.target_leader, group=self.team_control)
         return None if told.item() < 0 else int(told.item())
 
     def gather(self, value: Any) -> list[Any] | None:
         """The objects of all ranks, on rank 0."""
-        with self.doing.at("waiting", "collecting results"), _talking():
+        with self.doing.at("waiting", "collecting results"), talking():
             rows: list[Any] | None = [None] * self.launch.world_size if self.leads else None
             dist.gather_object(value, rows, dst=0, group=self.control)
             return rows
 
     def gather_from_drafters(self, value: Any) -> list[Any] | None:
         """The objects of all drafters, in their order, on the leader."""
-        with _talking():
+        with talking():
             rows: list[Any] | None = [None] * len(self.roles.drafters) if self.leads else None
             dist.gather_object(value, rows, dst=0, group=self.drafters_control)
             return rows
@@ -136,18 +136,18 @@ class Ranks:
     def gather_rows(self, rows: Tensor) -> Tensor:
         """[count, n] of each drafter as [M, count, n] on every drafter."""
         result = rows.new_empty((len(self.roles.drafters), *rows.shape))
-        with _talking():
+        with talking():
             dist.all_gather(list(result.unbind(0)), rows, group=self.drafters)
         return result
 
     def sum_over_drafters(self, tensor: Tensor) -> None:
         """Replace a tensor of every drafter by the sum over them."""
-        with _talking():
+        with talking():
             dist.all_reduce(tensor, group=self.drafters)
 
     def from_leader(self, tensor: Tensor) -> None:
         """Replace a tensor of every drafter by the leader's."""
-        with _talking():
+        with talking():
             dist.broadcast(tensor, src=0, group=self.drafters)
 
     def shard(self, drafter: Sharing) -> None:
@@ -155,7 +155,7 @@ class Ranks:
         with self.doing.at("slow", "sharding the drafter"):
             for parameter in drafter.drafter.parameters():
                 self.from_leader(parameter.data)
-            with _talking():
+            with talking():
                 drafter.shard(self.drafters, leads=self.leads)
 
     @contextlib.contextmanager
@@ -174,38 +174,6 @@ class Ranks:
         self.sum_over_drafters(flags)
         return bool(flags.item() > 0)
 
-    def send_control(self, values: list[int], to: int, tag: int) -> Callable[[], None]:
-        """See `dflash.engine.transport.Wire`."""
-        tensor = torch.tensor(values, dtype=torch.int64)
-        with _talking(to):
-            work = dist.isend(tensor, to, group=self.control, tag=tag)
-        return _waiting([work], to, tensor)
-
-    def receive_control(self, count: int, source: int, tag: int) -> Callable[[], list[int]]:
-        """See `dflash.engine.transport.Wire`."""
-        tensor = torch.empty(count, dtype=torch.int64)
-        with _talking(source):
-            wait = _waiting([dist.irecv(tensor, source, group=self.control, tag=tag)], source)
-
-        def values() -> list[int]:
-            wait()
-            result: list[int] = tensor.tolist()
-            return result
-
-        return values
-
-    def send_tensors(self, tensors: list[Tensor], to: int) -> Callable[[], None]:
-        """See `dflash.engine.transport.Wire`."""
-        with _talking(to):
-            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, t, to, self.data) for t in tensors])
-        return _waiting(works, to, *tensors)
-
-    def receive_tensors(self, tensors: list[Tensor], source: int) -> Callable[[], None]:
-        """See `dflash.engine.transport.Wire`."""
-        with _talking(source):
-            works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, source, self.data) for t in tensors])
-        return _waiting(works, source, *tensors)
-
     def run_target(self, queue: Sink, worker: TargetWorker) -> WorkerTimes:
         """Make target states until the drafters want no more."""
         times = self.doing.times = WorkerTimes(worker=self.worker, device=str(self.device))
@@ -219,8 +187,9 @@ class Ranks:
         with on_device(self.device):
             run.queue.start()
             for step in range(run.first_step, run.num_steps):
-                consume(run.queue, run.times, worker, self.doing, before=(step + 1) * run.batches_per_step)
-                with syncing(run.times), events.span("drafter.step", step=step):
+                before = (step + 1) * run.batches_per_step
+                consume(run.queue, run.times, worker, self.doing, before=before, meets_others=True)
+                with finishing(run.times, meets_others=True), events.span("drafter.step", step=step):
                     if not run.finish_step(step):
                         break
             with self.doing.at("waiting", "dropping what is no longer wanted"):
@@ -258,7 +227,7 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
     (a SystemExit, exit code 2) where the ranks cannot start, after one of them has said why. Inside the block, what this or
     another rank finds wrong (2) or fails with (1) ends the process.
     """
-    launch = Launch.read()
+    launch = _launch()
     store = launch.open_store()
     agreement = Agreement(store, launch)
     agreement.end_if_refused()
@@ -281,7 +250,7 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
             with doing.at("slow", "connecting"):
                 ranks = _connect(launch, roles, device, doing, agreement, watch, store, stop)
             yield ranks
-            with doing.at("waiting", "waiting for all ranks to end"), _talking():
+            with doing.at("waiting", "waiting for all ranks to end"), talking():
                 dist.barrier(group=ranks.control)
             watch.stop()
             dist.destroy_process_group()
@@ -294,8 +263,18 @@ def joined(config: RunConfig) -> Iterator[Ranks]:
             os._exit(int(leaving.code or 1))
 
 
+def _launch() -> Launch:
+    """The variables of torchrun. What is wrong with them is told once a machine: without them ranks cannot talk to others."""
+    try:
+        return Launch.read()
+    except ConfigError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            raise Silent(2) from None
+        raise
+
+
 def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Roles, torch.device, list[Peer]]:
-    """What can be said before connecting: all ranks are of one kind, as many as workers, and have their devices."""
+    """What can be said before connecting: all ranks are of one kind, as many as workers, have their devices and one storage."""
     error = None
     try:
         device = _device(config, launch)
@@ -310,6 +289,7 @@ def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Rol
         roles = Roles.assign(topology, tuple(one["node"] for one in said), config.target.tensor_parallel)
     except ConfigError as found:
         agreement.end(0, str(found))
+    check_storage(config.output, launch, agreement)
     peers = [Peer(rank=rank, worker=roles.worker(rank), host=one["host"], pid=one["pid"]) for rank, one in enumerate(said)]
     return roles, device, peers
 
@@ -317,12 +297,15 @@ def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Rol
 def _facts(config: RunConfig) -> dict[str, Any]:
     """What must be equal on all ranks."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
-    return {"versions": versions | {"python": platform.python_version()}, "config": to_dict(config)}
+    own = {"python": platform.python_version(), "dflash (digest of its sources)": source_digest()}
+    return {"versions": versions | own, "config": to_dict(config)}
 
 
 def _device(config: RunConfig, launch: Launch) -> torch.device:
     if config.devices == "cpu":
-        return torch.device("cpu")
+        device = torch.device("cpu")
+        check_abilities(config, [device])
+        return device
     found, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     if found < launch.local_world_size:
         raise ConfigError(
@@ -330,7 +313,9 @@ def _device(config: RunConfig, launch: Launch) -> torch.device:
             f"{launch.rank} on {host()} found {found} (CUDA_VISIBLE_DEVICES {visible}): "
             f"start fewer (--nproc-per-node), or use --devices cpu"
         )
-    return torch.device("cuda", launch.local_rank)
+    device = torch.device("cuda", launch.local_rank)
+    check_abilities(config, [device])
+    return device
 
 
 def _connect(
@@ -374,25 +359,3 @@ def _connect(
     dist.all_reduce(torch.zeros(1, device=device), group=ranks.data)  # NCCL wants all ranks in a group's first operation
     introduce(ranks, roles)
     return ranks
-
-
-@contextlib.contextmanager
-def _talking(peer: int | None = None) -> Iterator[None]:
-    """What torch.distributed raises when a connection breaks, as PeerLost."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(peer, error) from error
-
-
-def _waiting(works: Sequence[Any], peer: int, *kept: Tensor) -> Callable[[], None]:
-    """Wait for transfers, until tensors on a GPU are complete; `kept` stay alive until then."""
-
-    def wait() -> None:
-        with _talking(peer):
-            for work in works:
-                work.wait()
-            if any(tensor.is_cuda for tensor in kept):
-                torch.cuda.current_stream().synchronize()
-
-    return wait

@@ -19,7 +19,7 @@ import torch
 
 from dflash import events
 from dflash.batch import TargetStates
-from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes, consume, on_device, syncing, target_loop
+from dflash.engine.loops import Doing, DrafterWorker, TargetWorker, WorkerTimes, consume, finishing, on_device, target_loop
 from dflash.engine.queue import OrderedQueue, WorkerFailed
 
 STOP_SECONDS = 0.7  # how long a failed run waits for the other threads
@@ -105,14 +105,15 @@ def _drafter_loop(
     barrier: threading.Barrier,
     is_leader: bool,
 ) -> None:
-    go_on = True
+    go_on, meets_others = True, barrier.parties > 1
     for step in range(run.first_step, run.num_steps):
-        consume(run.queue, times, worker, Doing(), before=(step + 1) * run.batches_per_step)
-        with syncing(times):
+        consume(run.queue, times, worker, Doing(), before=(step + 1) * run.batches_per_step, meets_others=meets_others)
+        with finishing(times, meets_others=meets_others):
             barrier.wait()
             if is_leader:
                 with events.span("drafter.step", step=step):
                     go_on = run.finish_step(step)
+                worker.settle()
                 if not go_on:
                     run.queue.stop()
             barrier.wait()

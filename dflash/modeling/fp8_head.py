@@ -1,12 +1,11 @@
 """Both products with the frozen head in fp8, at twice bf16's rate: logits forward, and the gradient by hidden states.
 
-The head never changes, so it is rounded once, in the layout that each product reads. Hidden states are rounded with one scale a
-chunk: e4m3 keeps its relative precision (2^-4) over four decades. Probabilities are rounded relative to the likeliest of their
-row and those below 2e-6 of it vanish; the label's is left out, because `p - 1` would cancel: its term is added in bf16.
+The head never changes, so it is rounded once, in the layout that each product reads. For the logits every hidden state and every
+token of the head has a scale of its own. Probabilities are rounded relative to the likeliest of their row and those below 2e-6 of
+it vanish; the label's is left out, because `p - 1` would cancel: its term is added in bf16.
 
 Rounding is of about 4 % a product of two numbers, with random signs, so a logit is off by about 4 % of what logits spread over.
-Known limits: a hidden state that is not finite makes all logits of its chunk so. GPUs of compute capability 8.9 and more; sizes
-are multiples of 16. Elsewhere it is computed slowly, for tests.
+Known limits: GPUs of compute capability 8.9 and more; sizes are multiples of 16. Elsewhere it is computed slowly, for tests.
 """
 
 from __future__ import annotations
@@ -32,13 +31,15 @@ class Fp8Head:
             raise ConfigError(
                 f"loss.fp8-head: the head is {sizes}, fp8 products need multiples of {_MULTIPLE}: leave the flag out"
             )
-        self._by_token, self._scale = rounded(weight)  # [V, H]
-        self._by_feature = self._by_token.view(torch.uint8).t().contiguous().view(FP8)  # [H, V]
+        self._by_token, scales = rounded(weight, weight.abs().amax(1, keepdim=True))  # [V, H], [V, 1]
+        self._token_scales = scales.t().contiguous()  # [1, V]
+        values, self._scale = rounded(weight, weight.abs().amax())
+        self._by_feature = values.view(torch.uint8).t().contiguous().view(FP8)  # [H, V]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [C, V] bf16 of hidden states [C, H], without a cap."""
-        values, scale = rounded(hidden)
-        return _product(values, scale, self._by_token, self._scale, fast=True)
+        values, scales = rounded(hidden, hidden.abs().amax(1, keepdim=True))
+        return _product(values, scales, self._by_token, self._token_scales, fast=True)
 
     def by_hidden(self, by_logits: Tensor, row_scale: Tensor) -> Tensor:
         """Gradient by hidden states [C, H] bf16 from fp8 `by_logits` [C, V], which count `row_scale` [C, 1] each."""
@@ -46,9 +47,9 @@ class Fp8Head:
         return (_product(by_logits, one, self._by_feature, self._scale, fast=False) * row_scale).to(torch.bfloat16)
 
 
-def rounded(values: Tensor) -> tuple[Tensor, Tensor]:
-    """fp8 values and the fp32 scale [] that they count."""
-    scale = values.abs().amax().float().clamp_min(1e-12) / LARGEST
+def rounded(values: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 values and the fp32 scales that they count, in the shape of `largest`: no value is larger than it."""
+    scale = largest.float().clamp_min(1e-12) / LARGEST
     return (values.float() / scale).to(FP8), scale
 
 

@@ -4,11 +4,14 @@
     CACHE/environments/KEY.lock        held while it is made
 
 KEY is of the Python, the versions and the options: another bisection finds it again. An environment without `complete` was
-broken off, and is made anew. Limit: nothing is ever thrown away here; deleting the folder is safe while nothing runs.
+broken off, and is made anew. The installer inherits the lock, so that one that outlived a killed bisection is waited for.
+Limit: nothing is ever thrown away here; deleting the folder is safe while nothing runs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -17,15 +20,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from diagnostics.bisection.outcomes import BadInput, CannotBuild, NotObserved
 from diagnostics.environments.masking import masked
+from diagnostics.output import say
 
 _INSTALL_SECONDS = 3600
 _REASON = re.compile(r"error|conflict|no solution|because|requires|depends on", re.IGNORECASE)
@@ -57,18 +59,18 @@ class Environments:
         path = self.folder / self.key(pins)
         python = path / "bin" / "python"
         self.folder.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{path}.lock"):
+        with _locked(Path(f"{path}.lock")) as held:
             if not (path / "complete").exists() or not python.exists():
                 shutil.rmtree(path, ignore_errors=True)
-                self._make(path, python, pins)
+                self._make(path, python, pins, held)
                 told = {"pins": [masked(pin) for pin in pins], "installer": self.installer}
                 (path / "complete").write_text(json.dumps(told, indent=1) + "\n")
         return python
 
-    def _make(self, path: Path, python: Path, pins: Sequence[str]) -> None:
+    def _make(self, path: Path, python: Path, pins: Sequence[str], held: int) -> None:
         uv = shutil.which("uv") or "uv"
         made = _run([uv, "venv", "--quiet", "--python", self.python, str(path)] if self.installer == "uv"
-                    else [self.python, "-m", "venv", "--without-pip", str(path)])  # fmt: skip
+                    else [self.python, "-m", "venv", "--without-pip", str(path)], held)  # fmt: skip
         if made is not None:
             raise NotObserved(f"cannot make a virtual environment of {self.python}: {made}")
         if not pins:
@@ -78,7 +80,7 @@ class Environments:
         start = [uv, "pip", "install", "--python", str(python)] if self.installer == "uv" else [
             *(sys.executable, "-m", "pip", "--python", str(python), "install", "--no-input", "--disable-pip-version-check")
         ]  # fmt: skip
-        refused = _run([*start, *self.options, "-r", str(listed)])
+        refused = _run([*start, *self.options, "-r", str(listed)], held)
         listed.unlink()  # a URL in it may hold a token
         if refused is not None:
             if _OUTSIDE.search(refused):
@@ -107,9 +109,21 @@ def chosen_installer(asked: str) -> str:
     raise BadInput("neither uv nor pip is there to make environments with: install one")
 
 
-def _run(command: list[str]) -> str | None:
-    """None, or the last words of what failed."""
-    limits: dict[str, Any] = {"check": False, "timeout": _INSTALL_SECONDS, "stdin": subprocess.DEVNULL}
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Hold a lock; it stays held as long as a process has the file descriptor that this gives, which filelock keeps to itself."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"bisect: waits until another installer is done with {path.with_suffix('')}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def _run(command: list[str], held: int) -> str | None:
+    """None, or the last words of what failed. The command inherits the lock `held`."""
+    limits: dict[str, Any] = {"check": False, "timeout": _INSTALL_SECONDS, "stdin": subprocess.DEVNULL, "pass_fds": (held,)}
     try:
         done = subprocess.run(command, capture_output=True, text=True, **limits)  # noqa: PLW1510 - check is among them
     except subprocess.TimeoutExpired:

@@ -103,7 +103,9 @@ def read(path: Path) -> Snapshot:
     try:
         with tarfile.open(path, "r:") as tar:
             content, digest = _member(tar, _MANIFEST), _member(tar, _HASH).decode("ascii", errors="replace").strip()
-    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
+    except OSError as error:
+        raise CacheError(f"cannot read {path}: {error.strerror or error}: name a file that snapshot wrote") from None
+    except (tarfile.TarError, KeyError, ValueError) as error:
         raise CacheError(f"{path} is no whole snapshot ({error}): it was cut off, or is another file") from None
     if hashlib.sha256(content).hexdigest() != digest:
         raise CacheError(f"{path} is damaged: its manifest has another hash than written")

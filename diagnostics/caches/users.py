@@ -70,8 +70,11 @@ def _how(process: Path, directory: Path, *, locks: bool) -> tuple[bool, str] | N
         with contextlib.suppress(OSError):
             if os.readlink(link).startswith(prefix):  # noqa: PTH115 - twice as fast
                 return True, "has a file open"
-    if f" {prefix}".encode() in (process / "maps").read_bytes():
+    mapped = (process / "maps").read_bytes()
+    if f" {prefix}".encode() in mapped:
         return True, "runs code of it"
+    if b"python" not in mapped:  # a shell, or what stands behind a pipe: the variable is only passed on
+        return None
     variables = (process / "environ").read_bytes().split(b"\0")
     wanted = os.fsencode(directory)
     for variable in variables:

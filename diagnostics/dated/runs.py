@@ -20,8 +20,8 @@ from diagnostics.dated.stamps import Stamps
 from diagnostics.environments.masking import masked
 from diagnostics.logs.encodings import Unreadable
 from diagnostics.logs.groups import Groups
+from diagnostics.logs.parts import read_log
 from diagnostics.logs.reader import blocks, decode
-from diagnostics.logs.search import read_log
 
 LOWER = 0.7  # of a rate before: slower, not noise
 _UNITS = {

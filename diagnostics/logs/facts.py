@@ -104,6 +104,7 @@ _READERS: dict[str, Callable[[str], list[str]]] = {
     "cuda-oom": _oom, "missing-dependency": _missing, "driver-mismatch": _driver, "dead-worker": _worker, "F7": _limit,
     "cache-race": _path, "cache-damaged": _path, "disk-full": _path,
 }  # fmt: skip
+TELLING = {*_READERS, "nccl-timeout"}  # kinds whose messages say something in numbers
 
 
 class Collectives:
@@ -122,6 +123,11 @@ class Collectives:
             self._waited.setdefault(int(found[1]), f"{found[3]} {found[2]}")
         if (found := self._last.search(text)) is not None:
             self._enqueued[int(found[1])] = int(found[2])
+
+    def add_all(self, later: Collectives) -> None:
+        """Add what a later part of the log said."""
+        self._waited = {**later._waited, **self._waited}
+        self._enqueued.update(later._enqueued)
 
     def sentences(self) -> list[str]:
         """Who waited for what, and who is missing."""

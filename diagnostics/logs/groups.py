@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -11,15 +12,14 @@ from typing import Any
 
 from diagnostics.environments.masking import masked
 from diagnostics.logs.dumps import Dump
-from diagnostics.logs.facts import Collectives, facts
+from diagnostics.logs.facts import TELLING, Collectives, facts
 from diagnostics.logs.kinds import UNKNOWN, Kind, Sure
 from diagnostics.logs.recognise import Match
 from diagnostics.logs.shapes import Frame
-from diagnostics.logs.templates import once_for_all_digits
 from diagnostics.logs.traceback import Traceback
 
 _MAX_GROUPS = 500
-_MAX_EVIDENCE = 5
+MAX_EVIDENCE = 5
 _MAX_FACTS = 12
 _MAX_STREAMS = 64
 _SURE = ("certain", "likely", "possible")
@@ -37,6 +37,10 @@ class Evidence:
     stream: str
     thread: str
     text: str
+
+    def moved(self, lines: int) -> Evidence:
+        """The same, so many lines further down."""
+        return dataclasses.replace(self, first_line=self.first_line + lines, last_line=self.last_line + lines)
 
     @property
     def place(self) -> str:
@@ -67,6 +71,15 @@ class Group:
             self.sure = min(self.sure, sure, key=_SURE.index)
         if stream and len(self.streams) < _MAX_STREAMS:
             self.streams[stream] = None
+
+    def add(self, later: Group) -> None:
+        """Count those of a later part of the log, too."""
+        self.count += later.count
+        self.sure = min(self.sure, later.sure, key=_SURE.index)
+        self.evidence += later.evidence[: MAX_EVIDENCE - len(self.evidence)]
+        self.doubts.update(later.doubts)
+        self.facts.update(itertools.islice(later.facts.items(), _MAX_FACTS - len(self.facts)))
+        self.streams.update(itertools.islice(later.streams.items(), _MAX_STREAMS - len(self.streams)))
 
     def to_dict(self) -> dict[str, Any]:
         """The group as JSON values."""
@@ -104,9 +117,10 @@ class Groups:
         if group is None:
             return
         group.count_one(match[1], traceback.stream)
-        if len(group.evidence) < _MAX_EVIDENCE:
+        if len(group.evidence) < MAX_EVIDENCE:
             group.evidence.append(_evidence(log, traceback))
-        self._learn(group, traceback.text)
+        if group.kind.id in TELLING:
+            self._learn(group, traceback.text)
         if traceback.truncated:
             end = "begins" if traceback.truncated == "start" else "ends"
             group.doubts[f"some tracebacks are not whole: the log {end} inside, or their frames were not printed"] = None
@@ -122,7 +136,7 @@ class Groups:
         if group is None:
             return
         group.count_one(match[1], stream)
-        if len(group.evidence) < _MAX_EVIDENCE:
+        if len(group.evidence) < MAX_EVIDENCE:
             group.evidence.append(
                 Evidence(log=log, first_line=number, last_line=number, stream=stream, thread="", text=text.strip()[:300])
             )
@@ -134,7 +148,7 @@ class Groups:
         if group is None:
             return
         group.count_one(match[1], dump.stream)
-        if len(group.evidence) < _MAX_EVIDENCE:
+        if len(group.evidence) < MAX_EVIDENCE:
             group.evidence.append(
                 Evidence(
                     log=log,
@@ -159,6 +173,9 @@ class Groups:
         """Causes before their usual consequences, in the order of the logs; infos last."""
         for key, collectives in self._collectives.items():
             self._groups[key].facts.update(dict.fromkeys(collectives.sentences()))
+        for group in self._groups.values():
+            logs = list(dict.fromkeys(one.log for one in group.evidence))
+            group.evidence.sort(key=lambda one: (logs.index(one.log), one.first_line))
         groups = sorted(self._groups.values(), key=_order)
         causes = [group for group in groups if not group.kind.follows and group.kind.severity == "error"]
         for group in groups:
@@ -166,6 +183,22 @@ class Groups:
             if group.kind.follows and first is not None:
                 group.after = f"{first.kind.id} at {first.evidence[0].place}"
         return groups
+
+    def add_all(self, other: Groups, lines_before: int) -> None:
+        """Count what was found in a later part of a log, which begins after so many lines; `other` is used up."""
+        self.dropped += other.dropped
+        for key, found in other._groups.items():
+            found.evidence = [one.moved(lines_before) for one in found.evidence]
+            group = self._groups.get(key)
+            if group is not None:
+                group.add(found)
+            elif len(self._groups) < _MAX_GROUPS:
+                self._groups[key] = found
+            else:
+                self.dropped += found.count
+        for key, collectives in other._collectives.items():
+            if key in self._groups:
+                self._collectives.setdefault(key, Collectives()).add_all(collectives)
 
     def _group(self, match: Match, signature: str, frames: list[Frame]) -> Group | None:
         """The group of this kind and signature, or None where there are too many."""
@@ -193,13 +226,10 @@ def signature_of(kind: Kind, traceback: Traceback) -> str:
     root = ""
     if traceback.cause is not None:
         root = next((f"; after {one.exception}" for one in traceback.cause.chain if one.exception), "")
-    message = _numberless(traceback.message)[:160] if kind is UNKNOWN else ""
+    message = _NUMBERS.sub("#", traceback.message)[:160] if kind is UNKNOWN else ""
     name = traceback.exception or "(the exception is cut off)"
     names = " < ".join([f"{_file_name(file)}:{function}" for file, _, function in traceback.frames[-1:-4:-1]])
     return f"{name}{': ' if message else ''}{message}{' in ' if names else ''}{names}{root}"
-
-
-_numberless = once_for_all_digits(lambda message: _NUMBERS.sub("#", message))
 
 
 def _evidence(log: str, traceback: Traceback) -> Evidence:

@@ -10,8 +10,9 @@ Limits: compressed and binary files are refused; the two halves of a terminal th
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, NamedTuple
 
 from diagnostics.logs.encodings import decoder, encoding
@@ -19,7 +20,7 @@ from diagnostics.logs.shapes import Shape, shape_of
 from diagnostics.logs.templates import MAX_TEXT, Prefix, Template, keep, template_of, zeroed
 
 BLOCK_BYTES = 1 << 20  # also the longest line: a longer one is cut, at a carriage return where it has one
-_HEAD_BYTES = 1 << 16
+HEAD_BYTES = 1 << 16
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_=>()][0B]?|[\x00\x08\x0e\x0f]")
 _PREFIX = re.compile(
     r"""\[(?:rank|default|local_rank|worker|node)[ _:]?(?P<rank>\d+)\]:?\ ?
@@ -48,35 +49,42 @@ class Line(NamedTuple):
 
 def blocks(file: BinaryIO) -> Iterator[bytes]:
     """The file's content as UTF-8 or Latin-1 blocks that end with a line. Raises Unreadable."""
-    piece = file.read(_HEAD_BYTES)
-    decode_piece = decoder(encoding(piece))
+    head = file.read(HEAD_BYTES)
+    return whole_lines(itertools.chain([head], pieces(file)), decoder(encoding(head)))
+
+
+def pieces(file: BinaryIO, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
+    """What follows in the file, up to byte `end` of it."""
+    while piece := file.read(size if end is None else min(size, end - file.tell())):
+        yield piece
+
+
+def whole_lines(read: Iterable[bytes], decode_piece: Callable[[bytes], bytes]) -> Iterator[bytes]:
+    """Pieces, decoded, as blocks that end with a line."""
     kept = b""
-    while piece:
+    for piece in read:
         kept += decode_piece(piece)
         end = _end_of_lines(kept)
         if end:
             yield kept[:end]
             kept = kept[end:]
-        piece = file.read(BLOCK_BYTES)
     if kept:
         yield kept
 
 
-def lines(raw: bytes) -> tuple[Line, ...]:
-    """The parts of one raw line, without its line feed: more than one where carriage returns split it."""
+def lines(raw: bytes, key: bytes | None = None) -> tuple[Line, ...]:
+    """The parts of one raw line, without its line feed: more than one where carriage returns split it. `key` is `zeroed(raw)`."""
     known = _known.get(raw)
     if known is not None:
         return known
     if len(raw) > MAX_TEXT:
         return _lines(raw)
-    key = zeroed(raw)
-    template = _templates[key] if key in _templates else keep(_templates, key, _template(raw))
+    key = zeroed(raw) if key is None else key
+    template = templates[key] if key in templates else keep(templates, key, _template(raw))
     if template is None:
         return keep(_known, raw, _lines(raw))
-    text = raw.decode()
-    words = text[template.prefix.at : template.end]
-    line = Line(template.prefix.stream(text), words, template.shape_in(words), template.prefix.dated)
-    return keep(_known, raw, (line,))
+    words = template.words(raw).decode()
+    return keep(_known, raw, (Line(template.stream(raw), words, template.shape_in(words), template.prefix.dated),))
 
 
 def _lines(raw: bytes) -> tuple[Line, ...]:
@@ -93,8 +101,8 @@ def _template(raw: bytes) -> Template | None:
     return template_of(text, _prefix(text)) if raw.isascii() and text.isprintable() else None
 
 
-_known: dict[bytes, tuple[Line, ...]] = {}  # the lines of tracebacks come again and again
-_templates: dict[bytes, Template | None] = {}
+templates: dict[bytes, Template | None] = {}  # by line `zeroed`; None for lines that have no form
+_known: dict[bytes, tuple[Line, ...]] = {}
 
 
 def decode(raw: bytes) -> str:

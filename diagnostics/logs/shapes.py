@@ -151,11 +151,13 @@ def shape_of_frame(text: str) -> Shape:
 
 def spans_of(text: str, shape: Shape) -> Spans | None:
     """Where the parts of the one frame in `text` stand, None where there is no or more than one frame."""
+    if shape.exception is not None or (shape.frame is None and shape.dump is None):
+        return None
     frames = [(shape.frame, _FRAME, (1, 2, 3))]
     if shape.dump is not None:
         frames += [(shape.dump.frame, _DUMPED_FRAME, (1, 2, 3)), (shape.dump.py_spy_frame, _PY_SPY_FRAME, (2, 3, 1))]
     frames = [one for one in frames if one[0] is not None]
-    if len(frames) != 1 or shape.exception is not None:
+    if len(frames) != 1:
         return None
     frame, pattern, (file, line, function) = frames[0]
     found = pattern.match(text)

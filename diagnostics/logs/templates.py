@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from diagnostics.logs.shapes import FRAME, DumpPart, Frame, Shape, Spans, shape_of, spans_of
@@ -32,6 +33,16 @@ def zeroed(text: bytes) -> bytes:
     return _ADDRESS.sub(_zero_address, zeros) if zeros.count(b"0x") == text.count(b"0x") else text
 
 
+def zeroed_lines(piece: bytes, lines: list[bytes]) -> list[bytes]:
+    """What `zeroed` gives for each of the lines of `piece`, mostly at once."""
+    zeros = piece.translate(_ZEROS)
+    if b"0x" in zeros:
+        if zeros.count(b"0x") != piece.count(b"0x"):
+            return [zeroed(line) for line in lines]
+        zeros = _ADDRESS.sub(_zero_address, zeros)
+    return zeros.split(b"\n")
+
+
 def _zero_address(found: re.Match[bytes]) -> bytes:
     return b"0x" + b"0" * (len(found[0]) - 2)
 
@@ -44,8 +55,8 @@ def keep(known: dict[_Key, _T], key: _Key, value: _T, most: int = _MAX_KNOWN) ->
     return value
 
 
-def once_for_all_digits(look: Callable[[str], _T], special: re.Pattern[bytes] | None = None) -> Callable[[str], _T]:
-    """`look`, called once for texts that differ in digits only; always where `special` is in the text with zeros, squeezed."""
+def once_for_all_digits(look: Callable[[str], _T], special: Callable[[bytes], bool] | None = None) -> Callable[[str], _T]:
+    """`look`, called once for texts that differ in digits only; always where that is `special`, by the text with zeros."""
     known: dict[bytes, _T] = {}
 
     def found(text: str) -> _T:
@@ -55,7 +66,7 @@ def once_for_all_digits(look: Callable[[str], _T], special: re.Pattern[bytes] | 
         if key in known:
             return known[key]
         value = look(text)
-        if special is not None and special.search(b"".join(key.split())) is not None:
+        if special is not None and special(key):
             return value
         return keep(known, key, value)
 
@@ -76,26 +87,50 @@ class Prefix(NamedTuple):
         return f"{self.whose} {text[self.begin : self.end]}" if self.whose else ""
 
 
-class Template(NamedTuple):
+@dataclass(kw_only=True, slots=True)
+class Template:
     """Lines of one form. `spans` tells where a frame's file, line number and function stand in the line's own text."""
 
     prefix: Prefix
     end: int
     shape: Shape
     spans: Spans | None
+    # What the prefix and the shape say, for what is done at every line.
+    is_: int = field(init=False)  # -1 for a line that may be part of a dump
+    begin: int = field(init=False)
+    behind: int = field(init=False)
+    names: dict[bytes, str] = field(default_factory=dict, init=False)  # of streams, by what stands in the prefix
+
+    def __post_init__(self) -> None:
+        self.is_ = self.shape.is_ if self.shape.dump is None else -1
+        self.begin, self.behind = self.prefix.begin, self.prefix.end
+
+    def stream(self, raw: bytes) -> str:
+        """The rank or process of a line of this form, "" where the line does not say."""
+        whose = raw[self.begin : self.behind]
+        name = self.names.get(whose)
+        return name if name is not None else keep(self.names, whose, self.prefix.stream(raw.decode()))
+
+    def words(self, raw: bytes) -> bytes:
+        """The own text of a line of this form."""
+        return raw[self.prefix.at : self.end]
 
     def shape_in(self, words: str) -> Shape:
         """The shape of a line of this form, whose own text is `words`."""
         if self.spans is None:
             return self.shape
-        (file, file_end), (line, line_end), (function, function_end) = self.spans
-        frame = Frame(words[file:file_end], int(words[line:line_end]), words[function:function_end])
-        dump = self.shape.dump
+        frame, dump = self.frame_in(words), self.shape.dump
         if dump is None:
             return Shape(FRAME, None, "", frame)
         by_py_spy = dump.frame is None
         part = DumpPart(dump.begins, "", None, None if by_py_spy else frame, frame if by_py_spy else None)
         return Shape(self.shape.is_, part)
+
+    def frame_in(self, words: str) -> Frame:
+        """The frame in the own text of a line of this form, which has one."""
+        assert self.spans is not None
+        (file, file_end), (line, line_end), (function, function_end) = self.spans
+        return Frame(words[file:file_end], int(words[line:line_end]), words[function:function_end])
 
 
 def template_of(text: str, prefix: Prefix) -> Template | None:
@@ -105,7 +140,7 @@ def template_of(text: str, prefix: Prefix) -> Template | None:
     spans = spans_of(words, shape)
     if spans is None and not _without_digits(shape):
         return None
-    return Template(prefix, prefix.at + len(words), shape, spans)
+    return Template(prefix=prefix, end=prefix.at + len(words), shape=shape, spans=spans)
 
 
 def _without_digits(shape: Shape) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import gc
+import importlib
 import json
 import os
 import signal
@@ -131,6 +133,8 @@ def _serve() -> None:
     """The server: print the plan, then run the jobs of each request on standard input."""
     from diagnostics.stress import scenarios  # noqa: PLC0415 - only the server imports torch
 
+    importlib.import_module("torch._inductor.compile_fx")  # what each fork would import for its first compile
+    gc.freeze()  # what is imported is garbage to no fork, and need not be copied to be looked at
     _say(scenarios.plan())
     for line in sys.stdin:
         request = json.loads(line)

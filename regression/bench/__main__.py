@@ -15,6 +15,7 @@
 | `scaling` | the drafter's step against context, anchors and vocabulary, beside its useful work |
 | `engines` | the same training by threads and by processes: tok/s, processor time, memory, start-up |
 | `transport` | target states from process to process, beside the bare link; two GPUs, or the CPU |
+| `simulation` | runs of both engines with planted stages, beside what `dflash plan --simulate` foretells; only by name, CPU |
 
 Each bench runs in a fresh process and measures its ceilings there. Results are written as they come: a bench that fails, or
 takes over `--timeout-seconds`, loses only its own figures. Files have the form of `regression/baselines/h200-*.json`.
@@ -42,7 +43,10 @@ from regression.bench import settings as bench
 from regression.bench.figures import Result, table
 from regression.child import ChildFailed, run_json
 
-BENCHES = ("drafter_step", "target_forward", "specforge", "warm_start", "pipeline", "probes", "scaling", "engines", "transport")
+BENCHES = (
+    "drafter_step", "target_forward", "specforge", "warm_start", "pipeline", "probes", "scaling", "engines", "transport",
+    "simulation",
+)  # fmt: skip
 MUST_BE_ZERO = ("recompiles", "recompiles after warmup", "fallbacks", "fx errors")
 
 
@@ -101,7 +105,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = sorted(set(options.names) - {*BENCHES})
     if unknown:
         parser.error(f"unknown bench {unknown[0]!r}: known are {', '.join(BENCHES)}")
-    options.names = options.names or [name for name in BENCHES if name != "specforge" or options.specforge]
+    left_out = {"simulation", *(() if options.specforge else ("specforge",))}
+    options.names = options.names or [name for name in BENCHES if name not in left_out]
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: there is no directory {options.json.absolute().parent}")
     try:

@@ -22,7 +22,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from dflash.batch import PackedBatch, TargetStates
+from dflash.arriving import Arriving
+from dflash.batch import LossSums, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
 from dflash.config import RunConfig
 from dflash.flat import FlatAdamW
@@ -42,6 +43,7 @@ from regression.bench.figures import Figure, Result
 from regression.bench.settings import Settings
 
 GIB = 2**30
+_SYNC_WARNING = "called a synchronizing CUDA operation"  # that the mode is a prototype is warned of, too
 
 
 def measure(settings: Settings) -> Result:
@@ -98,7 +100,8 @@ def timed(
         *_memory(settings, worker, optimizer, states),
     ]
     figures += [Figure(name=f"part: {name}", value=spent, unit=unit) for name, spent in parts(worker, states, settings).items()]
-    update = milliseconds(lambda: _update(worker, optimizer), device, rounds=settings.rounds)
+    sums = _accumulate(worker, states)
+    update = milliseconds(lambda: _update(worker, optimizer, sums), device, rounds=settings.rounds)
     floor = 28 * worker.flat.weights.numel() / best["copy_gb_per_second"] / 1e6  # read w, g, m, v, write w, m, v: fp32
     figures.append(Figure(name="optimizer step", value=update, unit=unit, ceiling=floor))
     figures.append(
@@ -193,18 +196,21 @@ def random_states(config: RunConfig, shape: DrafterShape, device: torch.device) 
 
 def whole_step(worker: DrafterModelWorker, optimizer: FlatAdamW, states: TargetStates) -> None:
     """One micro-batch and the update, as the trainer does them with one drafter."""
+    _update(worker, optimizer, _accumulate(worker, states))
+
+
+def _accumulate(worker: DrafterModelWorker, states: TargetStates) -> LossSums:
     worker.accumulate(states)
-    worker.take_contributions()
-    _update(worker, optimizer)
+    (part,) = worker.take_contributions()
+    return part.sums
 
 
-def _accumulate(worker: DrafterModelWorker, states: TargetStates) -> None:
-    worker.accumulate(states)
-    worker.take_contributions()
-
-
-def _update(worker: DrafterModelWorker, optimizer: FlatAdamW) -> None:
-    optimizer.step(0, total_weight=1.0, norm=optimizer.norm(1.0))
+def _update(worker: DrafterModelWorker, optimizer: FlatAdamW, sums: LossSums) -> None:
+    norm = optimizer.norm()
+    arriving = Arriving(torch.cat([sums.vector(), norm.reshape(1)]))
+    optimizer.step(0, total_weight=sums.weight, norm=norm)
+    arriving.read()
+    worker.settle()
     worker.clear_gradients()
 
 
@@ -226,7 +232,10 @@ def _memory(settings: Settings, worker: DrafterModelWorker, optimizer: FlatAdamW
 
 
 def count_syncs(worker: DrafterModelWorker, optimizer: FlatAdamW, states: TargetStates) -> int | None:
-    """Calls of one step that wait for the device: those that torch's debug mode warns of, and `synchronize` itself."""
+    """Calls of one step that wait until the device has nothing to do: what torch's debug mode warns of, and `synchronize` itself.
+
+    Waiting for an event with work queued behind it is none: that is how a step learns its sums.
+    """
     if worker.device.type != "cuda":
         return None
     with _counting_syncs() as found:
@@ -251,7 +260,7 @@ def _counting_syncs() -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found += [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)]
+    found += [f"{one.filename}:{one.lineno}" for one in seen if _SYNC_WARNING in str(one.message)]
 
 
 def _sizes(config: RunConfig, shape: DrafterShape) -> dict[str, int]:

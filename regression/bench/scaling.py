@@ -5,8 +5,8 @@
 From a base shape each of the three is doubled and doubled again. An exponent is the slope of log milliseconds over the three
 points: 1 where the whole cost is proportional to it, 0 where nothing depends on it; what is expected is the slope of the useful
 work. Part of a step is fixed, so it grows more slowly than its work: `milliseconds = fixed + work / rate` is fitted to all
-points, and the worst one is told. On a GPU peak memory likewise. On a CPU nothing is compiled, and the work of attention is that
-of all pairs, because there a dense mask is computed whole.
+points, and the worst one is told. On a GPU peak memory likewise. On a CPU nothing is compiled without a lever that asks for it,
+and the work of attention is that of all pairs, because there a dense mask is computed whole.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def shapes(settings: Settings, axis: str, factor: int) -> tuple[RunConfig, Draft
         sequence_length=round(config.data.sequence_length * context),
         num_anchors=round(config.data.num_anchors * anchors),
     )
-    policy = "prewarm" if settings.device.type == "cuda" else "eager"
+    compiles = settings.device.type == "cuda" or {"loss", "target", "memory"} & set(settings.levers)
+    policy = "prewarm" if compiles else "eager"
     config = dataclasses.replace(config, data=data, compile=dataclasses.replace(config.compile, policy=policy))  # type: ignore[arg-type]
     shape = bench.drafter_shape(config)
     size = round(shape.vocab_size * vocabulary)

@@ -15,6 +15,7 @@ import torch
 from dflash.batch import PackedBatch, Position
 from dflash.config import CompileConfig, ConfigError, DataConfig, DrafterConfig, RunConfig, TargetConfig, TelemetryConfig
 from dflash.device import parse_device
+from dflash.engine.devices import check_abilities
 from dflash.modeling.masks import BlockLayout
 from dflash.modeling.random_targets import RANDOM_TARGETS
 from dflash.modeling.shape import DrafterShape
@@ -183,4 +184,8 @@ def from_options(options: argparse.Namespace) -> Settings:
     if options.specforge and not (options.specforge / "specforge").is_dir():
         raise ConfigError(f"--specforge {options.specforge} holds no package specforge: pip install --no-deps --target it there")
     shape = options.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
-    return Settings(shape=shape, device=device, rounds=options.rounds, levers=tuple(options.levers), specforge=options.specforge)
+    settings = Settings(
+        shape=shape, device=device, rounds=options.rounds, levers=tuple(options.levers), specforge=options.specforge
+    )
+    check_abilities(settings.config(), [device])
+    return settings

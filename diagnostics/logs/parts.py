@@ -1,0 +1,142 @@
+"""One log file, read whole: a large one in parts, by as many processes as there are CPUs, and put together again.
+
+A part is read from some lines before it, which brings the readers of tracebacks and dumps to the state that they would have
+there, and on behind its end until all that began in it has ended. What begins in a part is counted by that part only, so
+nothing is lost at a cut or counted twice. What is found is what one process finds, with these limits: a chain of tracebacks or
+a dump of more than `_BEFORE_BYTES` at a cut is read from a later line on; of more than 500 signatures others may be left
+ungrouped. Standard input, small files and other encodings than UTF-8 and Latin-1 are read by one process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from diagnostics.logs.encodings import Unreadable, decoder, encoding
+from diagnostics.logs.groups import Groups
+from diagnostics.logs.reader import BLOCK_BYTES, HEAD_BYTES, pieces, whole_lines
+from diagnostics.logs.search import LogSearch
+
+_PART_BYTES = 1 << 24
+_BEFORE_BYTES = 1 << 19  # read before a part: more than the 1000 lines after which what is open is given up
+_BEHIND_BYTES = 1 << 16  # read at once behind a part
+_MAX_PROCESSES = 16
+_ENCODING = "utf-8"
+
+
+class Read(NamedTuple):
+    """How much of a log was read."""
+
+    log: str
+    lines: int
+    bytes: int
+
+
+class _Part(NamedTuple):
+    path: Path
+    begin: int  # byte
+    end: int | None  # None: the end of the file, which may grow meanwhile
+
+
+class _Found(NamedTuple):
+    groups: Groups
+    lines_before: int  # that were read before the part
+    lines: int
+    bytes: int
+
+
+def read_log(path: Path, groups: Groups) -> Read:
+    """Search one file. Raises Unreadable with what was found and what to do."""
+    if path.is_dir():
+        raise Unreadable("it is a folder: name log files, for example with a * at its end")
+    try:
+        with path.open("rb") as file:
+            if path.is_file():
+                parts = list(_parts(path, file))
+                if len(parts) > 1 and _num_processes() > 1:
+                    return _read_parts(path, parts, groups)
+                file.seek(0)
+            search = LogSearch(str(path), groups)
+            search.read(file)
+            return Read(search.log, search.lines, search.bytes)
+    except OSError as error:
+        raise Unreadable(f"{error.strerror or error}: check the name and the right to read it") from error
+
+
+def _parts(path: Path, file: BinaryIO) -> Iterator[_Part]:
+    """Parts that begin with a line: one, where the file is small or in a wide encoding."""
+    size = os.fstat(file.fileno()).st_size
+    begin = 0
+    if size >= 2 * _PART_BYTES and encoding(file.read(HEAD_BYTES)) == _ENCODING:
+        for at in range(_PART_BYTES, size - _PART_BYTES, _PART_BYTES):
+            end = _next_line(file, at)
+            if end is not None:
+                yield _Part(path, begin, end)
+                begin = end
+    yield _Part(path, begin, None)
+
+
+def _next_line(file: BinaryIO, at: int) -> int | None:
+    """Where a line begins, at byte `at` or soon behind it."""
+    file.seek(at)
+    found = file.read(BLOCK_BYTES).find(b"\n")
+    return at + found + 1 if found >= 0 else None
+
+
+def _read_parts(path: Path, parts: list[_Part], groups: Groups) -> Read:
+    try:
+        with ProcessPoolExecutor(_num_processes(), multiprocessing.get_context("spawn"), _leave_interrupts) as pool:
+            try:
+                return _put_together(path, pool.map(_read_part, parts), groups)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    except BrokenProcessPool as error:
+        raise Unreadable("a process that read a part of it was killed: give `-` to read standard input by one process") from error
+
+
+def _put_together(path: Path, parts: Iterable[_Found], groups: Groups) -> Read:
+    num_lines = num_bytes = 0
+    for found in parts:
+        groups.add_all(found.groups, num_lines - found.lines_before)
+        num_lines, num_bytes = num_lines + found.lines, num_bytes + found.bytes
+    return Read(str(path), num_lines, num_bytes)
+
+
+def _read_part(part: _Part) -> _Found:
+    """What begins in a part."""
+    search, decode = LogSearch(str(part.path), Groups()), decoder(_ENCODING)
+    with part.path.open("rb") as file:
+        file.seek(max(0, part.begin - _BEFORE_BYTES))
+        search.counted = range(0)
+        for block in whole_lines(pieces(file, part.begin), decode):
+            search.read_block(block)
+        lines_before, bytes_before = search.lines, search.bytes
+        search.counted = range(lines_before + 1, sys.maxsize)
+        for block in whole_lines(pieces(file, part.end), decode):
+            search.read_block(block)
+        lines, num_bytes = search.lines, search.bytes - bytes_before
+        search.counted = range(lines_before + 1, lines + 1)
+        for block in whole_lines(pieces(file, None, _BEHIND_BYTES), decode):
+            if not search.is_open_since(lines):
+                break
+            search.read_block(block)
+        search.finish()
+    return _Found(search.groups, lines_before, lines - lines_before, num_bytes)
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C reaches all processes of a terminal: the first one ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _num_processes() -> int:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cpus, _MAX_PROCESSES)
