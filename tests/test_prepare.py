@@ -332,6 +332,21 @@ def test_settings_that_cannot_work_say_what_to_change(configure: Any) -> None:
         prepare.prepare(configure([{"prompt": "a"}], device="cuda:97"))
 
 
+def test_batches_hold_no_more_tokens_than_asked(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[list[int]] = []
+
+    def observed(model: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
+        batches.append([len(question.ids) for question in asked])
+        return answer(model, asked, *args, **kwargs)
+
+    monkeypatch.setattr(prepare, "answer", observed)
+    prepare.prepare(configure([{"prompt": "x" * (10 * i + 1)} for i in range(9)], batch_tokens=200, max_new_tokens=2))
+    assert all(len(batch) == 1 or len(batch) * (batch[0] + 2) <= 200 for batch in batches)
+    assert len({len(batch) for batch in batches}) > 1
+    with pytest.raises(ConfigError, match="batch-tokens is 0: use at least 1"):
+        configure([{"prompt": "a"}], batch_tokens=0)
+
+
 def test_out_of_memory_names_the_batch_size(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(*_args: Any, **_kwargs: Any) -> Any:
         raise torch.OutOfMemoryError
