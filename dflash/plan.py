@@ -8,9 +8,9 @@ The counts are of one micro-batch under bf16 with flex attention. Anchors are ta
 block sees half of its row.
 
 Known limits: GPUs only. Experts of a mixture, and layers without attention, count as if they were dense. What was compared with
-measurements on one H200 (tests/test_plan.py): memory of two runs and of four steps with and without levers, within 5 %; tokens
-per second of Qwen3-8B's shape, within 5 %. Rates of that shape are wrong by a factor of 4 for a model of 135M parameters, which
-keeps the GPU less busy: `cautions` says it.
+measurements on one H200 (tests/test_plan.py): memory of three runs and of steps with and without levers, within 5 % (10 % for
+activation memory 0.5); tokens per second of two runs of Qwen3-8B's shape, within 5 %. Rates of that shape are wrong by a factor
+of 4 for a model of 135M parameters, which keeps the GPU less busy: `cautions` says it.
 """
 
 from __future__ import annotations

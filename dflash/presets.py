@@ -25,7 +25,7 @@ def tiny_cpu() -> RunConfig:
         preset="tiny-cpu",
         topology="1t+2d",
         devices="cpu",
-        target=TargetConfig(path="fixtures/tiny_target/model", dtype="float32"),
+        target=TargetConfig(path=_beside_the_package("fixtures/tiny_target/model"), dtype="float32"),
         drafter=DrafterConfig(block_size=8, num_layers=3, num_features=3, attention="sdpa", init="target"),
         data=DataConfig(path=Path("runs/data"), sequence_length=256, rows_per_batch=4, num_anchors=40),
         optim=OptimConfig(steps=500, batches_per_step=2, learning_rate=3e-3),
@@ -33,6 +33,12 @@ def tiny_cpu() -> RunConfig:
         checkpoint=CheckpointConfig(every_steps=150),
         acceptance=AcceptanceConfig(decode_every_steps=150),
     )
+
+
+def _beside_the_package(path: str) -> str:
+    """A path of the repository: as it is where it can be found so, else from where this package stands, if it is there."""
+    from_anywhere = Path(__file__).resolve().parents[1] / path
+    return str(from_anywhere) if from_anywhere.exists() and not Path(path).exists() else path
 
 
 def smollm2_135m() -> RunConfig:

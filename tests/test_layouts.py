@@ -42,7 +42,7 @@ def test_one_conversation_is_the_same_in_every_layout(tmp_path: Path, row: dict[
     assert list(prompt.messages) == ASKED
     assert list(prompt.given) == GIVEN
     assert loaded.field in row
-    assert prompt.sample_id == load(tmp_path, [{"prompt": ASKED}]).prompts[0].sample_id
+    assert prompt.sample_id == next(iter(load(tmp_path, [{"prompt": ASKED}]).prompts)).sample_id
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_columns_that_fit_two_layouts_are_refused_until_one_is_named(tmp_path: P
         DataError, match="the columns messages and prompt could each hold the prompt: choose one with --prompt-field"
     ):
         load(tmp_path, rows)
-    assert list(load(tmp_path, rows, prompt_field="messages").prompts[0].messages) == ASKED
+    assert list(next(iter(load(tmp_path, rows, prompt_field="messages").prompts)).messages) == ASKED
 
 
 def test_rows_before_the_first_known_column_are_listed(tmp_path: Path) -> None:

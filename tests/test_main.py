@@ -8,7 +8,7 @@ from helpers_training import make_config
 from dflash import __main__ as command
 from dflash.config import ConfigError, RunConfig, run_config_from_dict, to_dict
 from dflash.modeling import contract
-from dflash.presets import PRESETS
+from dflash.presets import PRESETS, preset
 from dflash.trainer import train
 
 
@@ -140,3 +140,9 @@ def test_lost_tokens_fail_in_float32_only(
     monkeypatch.setitem(command.COMMANDS, "evaluate", lambda _arguments: {"lossless": lossless, "dtype": dtype})
     assert command.main(["evaluate"]) == code
     assert json.loads(capsys.readouterr().out)["lossless"] is lossless
+
+
+def test_the_committed_target_of_a_preset_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert preset("tiny-cpu").target.path == "fixtures/tiny_target/model"
+    monkeypatch.chdir(tmp_path)
+    assert (Path(preset("tiny-cpu").target.path) / "config.json").is_file()

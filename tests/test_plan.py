@@ -50,61 +50,85 @@ def test_memory_of_a_run_is_what_an_h200_was_measured_to_hold(
 
 
 @pytest.mark.parametrize(
-    ("run", "levers"),
+    ("run", "levers", "activation_memory", "near"),
     [
-        ("plain", ()),
-        ("loss", ("loss",)),
-        ("loss and copies", ("loss", "copies")),
-        ("loss and copies, activation budget 0.75", ("loss", "copies", "memory")),
+        ("plain", (), 1.0, NEAR),
+        ("loss", ("loss",), 1.0, NEAR),
+        ("loss and copies", ("loss", "copies"), 1.0, NEAR),
+        ("loss and copies, activation budget 0.75", ("loss", "copies"), 0.75, NEAR),
+        ("loss, copies, fp8, memory", ("loss", "copies", "fp8"), 0.75, NEAR),
+        ("loss, copies, fp8, activation memory 0.5", ("loss", "copies", "fp8"), 0.5, NEAR),
+        ("loss, activation memory 0.5", ("loss",), 0.5, 0.10),  # counted as 0.75
     ],
 )
-def test_memory_of_a_step_follows_the_levers_as_on_an_h200(run: str, levers: tuple[str, ...]) -> None:
-    figures = json.loads((BASELINES / "h200-bench.json").read_text())["runs"][run]["figures"]
-    config = Settings(shape="qwen3-8b", device=torch.device("cuda:0"), rounds=1, levers=levers).config()
-    parts = plan.plan(dataclasses.replace(config, devices="cuda:0,cuda:1"))["memory_parts_gib"]["cuda:1"]
+def test_memory_of_a_step_follows_the_levers_as_on_an_h200(
+    run: str, levers: tuple[str, ...], activation_memory: float, near: float
+) -> None:
+    config = with_levers(*levers)
+    compiling = dataclasses.replace(config.compile, activation_memory=activation_memory)
+    config = dataclasses.replace(config, compile=compiling, devices="cuda:0,cuda:1")
+    parts = plan.plan(config)["memory_parts_gib"]["cuda:1"]
     weights = parts["drafter: fp32 weights and gradients"] / 2
     planned = sum(parts.values()) - weights - parts["drafter: moments"]
-    assert planned == pytest.approx(figures["peak beyond fp32 weights and moments"]["value"], rel=NEAR)
+    assert planned == pytest.approx(bench_figures(run)["peak beyond fp32 weights and moments"], rel=near)
 
 
 def test_fp8_holds_the_head_twice_more_and_scores_in_fewer_bytes_only_where_one_kernel_makes_them() -> None:
-    def parts(*levers: str) -> dict[str, float]:
-        config = Settings(shape="qwen3-8b", device=torch.device("cuda:0"), rounds=1, levers=levers).config()
-        found: dict[str, float] = plan.plan(config)["memory_parts_gib"]["cuda:0"]
-        return found
-
-    plain, fp8, both, loss = parts(), parts("fp8"), parts("fp8", "loss"), parts("loss")
+    plain, fp8, both, loss = (
+        plan.plan(with_levers(*levers))["memory_parts_gib"]["cuda:0"] for levers in ((), ("fp8",), ("fp8", "loss"), ("loss",))
+    )
     head = 151_936 * 4096 / 2**30
     assert fp8["drafter: frozen ends"] - plain["drafter: frozen ends"] == pytest.approx(2 * head, abs=0.002)
     assert both["drafter: a step"] < loss["drafter: a step"] < plain["drafter: a step"] < fp8["drafter: a step"]
 
 
-def test_tokens_per_second_are_what_an_h200_was_measured_to_do() -> None:
-    step = json.loads((BASELINES / "h200-bench.json").read_text())["runs"]["plain"]["figures"]
-    config, forward = qwen3_8b(), 58.41 / 4096  # TFLOP a token
-    rates = Rates(
-        drafter_tflops=step["useful work"]["value"],
-        target_tflops=32_207 * forward,  # tokens per second as printed on that GPU, dflash/README.md
-        compiled_target_tflops=42_573 * forward,
-        update_seconds_per_parameter=step["optimizer step"]["value"] / 1e3 / 1_048_626_432,
-        hidden_size=4096,
-    )
-    found = plan.plan(config, rates)["speed"]
-    assert found["tokens_per_second"] == pytest.approx(_measured_run(config)["tokens_per_second"], rel=NEAR)
+def test_tokens_per_second_of_a_run_are_what_an_h200_was_measured_to_do() -> None:
+    found = plan.plan(qwen3_8b(), rates_of("plain"))["speed"]
+    assert found["tokens_per_second"] == pytest.approx(_measured_run(qwen3_8b())["tokens_per_second"], rel=NEAR)
     assert found["cautions"] == []
-    compiled = plan.plan(dataclasses.replace(config, compile=dataclasses.replace(config.compile, target=True)), rates)["speed"]
-    assert compiled["milliseconds_of_a_micro_batch"]["target"] == pytest.approx(1000 * 4096 / 42_573, rel=0.001)
+
+
+def test_speed_and_memory_of_a_run_with_levers_are_what_an_h200_was_measured_to_do() -> None:
+    found = plan.plan(with_levers("loss", "copies", "target"), rates_of("loss and copies, tiles made ahead", "loss", "copies"))
+    measured = bench_figures("pipeline, loss copies target")
+    assert found["speed"]["tokens_per_second"] == pytest.approx(measured["pipeline"], rel=NEAR)
+    assert found["speed"]["milliseconds_of_a_micro_batch"]["target"] == pytest.approx(1000 * 4096 / 42_573, rel=0.001)
+    assert found["speed"]["cautions"] == []
+    assert found["memory_gib"]["cuda:0"] == pytest.approx(measured["peak memory"], rel=NEAR)
 
 
 def test_rates_of_other_levers_and_sizes_are_told() -> None:
-    for lever in (set(LEVERS) - {"target"}) | {None}:
-        levers = () if lever is None else (lever,)
-        config = Settings(shape="qwen3-8b", device=torch.device("cuda:0"), rounds=1, levers=levers).config()
-        assert levers_of(config) == set(levers)
+    for lever in set(LEVERS) - {"target"}:
+        assert levers_of(with_levers(lever)) == {lever}
+    assert levers_of(with_levers("target")) == set()
     rates = dataclasses.replace(RATES, levers=frozenset({"loss"}), hidden_size=4096)
     first, second = plan.plan(TINY, rates)["speed"]["cautions"]
     assert "the levers loss, this run has none" in first
     assert "hidden size 4096" in second
+
+
+def with_levers(*levers: str) -> RunConfig:
+    """The run that the benches take for Qwen3-8B's shape, with levers by their names there."""
+    return Settings(shape="qwen3-8b", device=torch.device("cuda:0"), rounds=1, levers=levers).config()
+
+
+def bench_figures(run: str) -> dict[str, float]:
+    """Figures that were measured on an H200."""
+    figures = json.loads((BASELINES / "h200-bench.json").read_text())["runs"][run]["figures"]
+    return {name: figure["value"] for name, figure in figures.items()}
+
+
+def rates_of(run: str, *levers: str) -> Rates:
+    """Rates of a drafter's step, and of the target in tokens per second as printed on that GPU (dflash/README.md)."""
+    step, tflop_per_token = bench_figures(run), 58.41 / 4096
+    return Rates(
+        drafter_tflops=step["useful work"],
+        target_tflops=32_207 * tflop_per_token,
+        compiled_target_tflops=42_573 * tflop_per_token,
+        update_seconds_per_parameter=step["optimizer step"] / 1e3 / 1_048_626_432,
+        levers=frozenset(levers),
+        hidden_size=4096,
+    )
 
 
 def _measured_run(config: RunConfig) -> dict[str, Any]:

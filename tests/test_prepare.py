@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from helpers_data import (
     write_jsonl,
 )
 
+from dflash.batch import Example
 from dflash.config import ConfigError, TargetConfig
-from dflash.data import chat, prepare
+from dflash.data import chat, examples, prepare, shelf
+from dflash.data.answers import Answer
 from dflash.data.examples import DataError, load_examples, load_meta
 from dflash.data.generate import Question, Sampling, answer
 from fixtures import tiny_target as trained
@@ -203,10 +207,35 @@ def test_meta_says_what_the_data_belongs_to(configure: Any, tmp_path: Path, targ
     assert meta.versions["torch"] == torch.__version__
 
 
+def test_only_a_batch_of_prompts_and_answers_is_in_memory(
+    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+
+    def born(it: Any) -> Any:
+        name = type(it).__name__
+        alive[name] += 1
+        most[name] = max(most[name], alive[name])
+        weakref.finalize(it, alive.subtract, {name: 1})
+        return it
+
+    for kind in (Question, Answer, Example):
+        made = kind.__init__
+        monkeypatch.setattr(kind, "__init__", lambda it, made=made, **fields: (made(it, **fields), born(it))[0])
+    read_back = shelf._prompt
+    monkeypatch.setattr(shelf, "_prompt", lambda content: born(read_back(content)))
+    monkeypatch.setattr(examples, "ROW_GROUP", 4)
+    prepare.prepare(configure([{"prompt": "x" * (i + 1)} for i in range(60)], batch_size=4, max_new_tokens=2))
+    assert set(most) == {"Prompt", "Question", "Answer", "Example"}
+    assert max(most.values()) <= 3 * 4
+    assert len(load_examples(tmp_path / "data", "train")) == 60
+
+
 def test_malformed_json_is_an_error_with_the_line(configure: Any, tmp_path: Path) -> None:
     file = tmp_path / "broken.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"prompt": \n')
-    with pytest.raises(DataError, match=r"broken\.jsonl, line 3: no JSON"):
+    with pytest.raises(DataError, match=r"broken\.jsonl, line 3: no JSON \(Expecting value, column 13\); expected"):
         prepare.prepare(configure(str(file)))
     file.write_text('{"prompt": "a"}\n["b"]\n')
     with pytest.raises(DataError, match=r"broken\.jsonl, line 2: a JSON list; expected one object per line"):
@@ -227,9 +256,18 @@ def test_an_unknown_prompt_field_names_the_fields_found(configure: Any) -> None:
         prepare.prepare(configure([{"prompt": "a", "id": "1"}, {"text": "b"}], prompt_field="question"))
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet", "/nowhere/prompts", "."])
-def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(configure: Any, name: str) -> None:
-    with pytest.raises(DataError, match="is not a file"):
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("missing.jsonl", r"missing\.jsonl does not exist: "),
+        ("missing.parquet", r"missing\.parquet does not exist: "),
+        ("/nowhere/prompts", "/nowhere/prompts does not exist: "),
+        ("dflash", r"the directory dflash holds no \.jsonl, \.ndjson or \.parquet files: "),
+        ("missing/*.json", r"no \.jsonl, .* file matches the pattern missing/\*\.json: "),
+    ],
+)
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(configure: Any, name: str, problem: str) -> None:
+    with pytest.raises(DataError, match=f"^{problem}pass files"):
         prepare.prepare(configure(name))
 
 
@@ -292,6 +330,21 @@ def test_settings_that_cannot_work_say_what_to_change(configure: Any) -> None:
         prepare.prepare(configure([{"prompt": "a"}], device="gpu"))
     with pytest.raises(ConfigError, match=r"device cuda:97 needs 98 GPUs, found \d+"):
         prepare.prepare(configure([{"prompt": "a"}], device="cuda:97"))
+
+
+def test_batches_hold_no_more_tokens_than_asked(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[list[int]] = []
+
+    def observed(model: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
+        batches.append([len(question.ids) for question in asked])
+        return answer(model, asked, *args, **kwargs)
+
+    monkeypatch.setattr(prepare, "answer", observed)
+    prepare.prepare(configure([{"prompt": "x" * (10 * i + 1)} for i in range(9)], batch_tokens=200, max_new_tokens=2))
+    assert all(len(batch) == 1 or len(batch) * (batch[0] + 2) <= 200 for batch in batches)
+    assert len({len(batch) for batch in batches}) > 1
+    with pytest.raises(ConfigError, match="batch-tokens is 0: use at least 1"):
+        configure([{"prompt": "a"}], batch_tokens=0)
 
 
 def test_out_of_memory_names_the_batch_size(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:

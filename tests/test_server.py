@@ -21,7 +21,6 @@ from dflash import __main__ as main
 from dflash.config import ConfigError, TargetConfig
 from dflash.data import asking, chat, prepare
 from dflash.data.examples import DataError, load_examples, load_meta
-from dflash.data.journal import AnswerJournal
 from dflash.data.meta import PrepareFailed
 
 ROWS = [{"id": f"p{number}", "prompt": "x" * (number + 1)} for number in range(16)]
@@ -220,8 +219,8 @@ def test_answers_that_came_are_kept_when_another_question_ends_everything(there:
         pytest.raises(ConfigError, match=r"HTTP 401 .*--server-key-variable"),
     ):
         prepare.prepare(there(server, server_concurrency=1))
-    with AnswerJournal(tmp_path / "data", json.loads((tmp_path / ".data.answers" / "fingerprint.json").read_text())) as journal:
-        assert set(journal.found) == {row["id"] for row in ROWS[:-1]}
+    lines = (tmp_path / ".data.answers" / "answers.jsonl").read_text().splitlines()
+    assert {json.loads(line)["sample_id"] for line in lines} == {row["id"] for row in ROWS[:-1]}
 
 
 def test_a_request_asks_for_token_ids_and_the_raw_distribution(there: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,17 @@ def test_the_update_is_what_the_end_of_a_step_takes_beyond_waiting_for_others() 
     assert again.update_seconds == pytest.approx(0.05, rel=0.1)
 
 
+def test_a_spread_that_drafters_have_in_common_makes_nobody_wait() -> None:
+    stages = dataclasses.replace(STAGES, drafter_spread=0.4, update_seconds=0.0)
+    topology = Topology(2, 3)
+    alone = mean_of_runs(stages, topology, ALONE, engine="processes", steps=20).step_wait_seconds
+    found = with_update_of(stages, topology, "processes", alone / 2, 20)
+    assert 0 < found.drafter_spread < stages.drafter_spread
+    assert mean_of_runs(found, topology, ALONE, engine="processes", steps=20).step_wait_seconds == pytest.approx(
+        alone / 2, rel=0.1
+    )
+
+
 def test_planting_wants_three_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert planted_stages.main(["0.1", "train", "--preset", "tiny-cpu"]) == 2
     assert "expected TARGET, DRAFTER (seconds), SPREAD" in capsys.readouterr().err

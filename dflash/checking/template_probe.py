@@ -103,13 +103,11 @@ def _render(subject: Subject, meta: Meta, examples: list[Example]) -> Check:
 
 def _rendered_again(subject: Subject, meta: Meta, examples: list[Example]) -> Check:
     loaded = load_prompts(prompts_config(meta))
-    prompts = {prompt.sample_id: prompt for prompt in loaded.prompts}
-    known = [example for example in examples if example.sample_id in prompts]
+    known = [(example, asked) for example in examples if (asked := loaded.prompts.get(example.sample_id)) is not None]
     if not known:
         return unobserved("template.render", f"{meta.prompts} holds none of the data's prompts")
     different = []
-    for example in known:
-        asked = prompts[example.sample_id]
+    for example, asked in known:
         now = chat.render_prompt(subject.tokenizer, asked.messages, enable_thinking=meta.enable_thinking, tools=asked.tools)
         if now != prompt_of(example):
             different.append(example.sample_id)

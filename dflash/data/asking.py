@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dflash.command_config import PrepareConfig
 from dflash.data.answers import Answer, Unanswered
 from dflash.data.generate import Question
 from dflash.data.meta import PrepareFailed
-from dflash.data.prompts import Prompt
 from dflash.data.retrying import RequestSchedule, backoff_seconds
 from dflash.data.server import Refused, Served, Server, Unavailable
+from dflash.data.shelf import Prompt, PromptShelf
 
 FAILURES_IN_A_ROW = 20  # without an answer between them: the server is at fault
 
@@ -52,7 +52,7 @@ def model_name(config: PrepareConfig, served: Served) -> str:
 
 
 def ask_all(
-    config: PrepareConfig, served: Served, questions: Sequence[Question], prompts: Mapping[str, Prompt], keep: Keep, tally: Tally
+    config: PrepareConfig, served: Served, questions: Iterable[Question], prompts: PromptShelf, keep: Keep, tally: Tally
 ) -> None:
     """Ask all `questions`; answers go to `keep`, the rest to `tally`.
 
@@ -63,7 +63,7 @@ def ask_all(
 
 
 async def _ask_all(
-    config: PrepareConfig, served: Served, questions: Sequence[Question], prompts: Mapping[str, Prompt], keep: Keep, tally: Tally
+    config: PrepareConfig, served: Served, questions: Iterable[Question], prompts: PromptShelf, keep: Keep, tally: Tally
 ) -> None:
     async with Server(config, served) as server:
         await server.choose_model()
@@ -71,7 +71,7 @@ async def _ask_all(
         pending = iter(questions)
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(config.server_concurrency, len(questions))):
+                for _ in range(config.server_concurrency):
                     group.create_task(asker.work(pending))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
@@ -82,7 +82,7 @@ async def _ask_all(
 class _Asker:
     """The workers' shared state; only the thread of the loop touches it."""
 
-    def __init__(self, config: PrepareConfig, server: Server, prompts: Mapping[str, Prompt], keep: Keep, tally: Tally) -> None:
+    def __init__(self, config: PrepareConfig, server: Server, prompts: PromptShelf, keep: Keep, tally: Tally) -> None:
         self._config = config
         self._server = server
         self._prompts = prompts
@@ -115,7 +115,7 @@ class _Asker:
             await self._turn()
             self._tally.requests += 1
             try:
-                return await self._server.ask(question, self._prompts[question.sample_id])
+                return await self._server.ask(question, self._prompt(question))
             except Refused as refused:
                 return self._unanswered(question, refused, attempt + 1)
             except Unavailable as unavailable:
@@ -127,6 +127,11 @@ class _Asker:
             self._tally.unanswered.append(self._unanswered(question, failure, attempt + 1))
             raise PrepareFailed(f"nothing answers at {self._server.root} any more (at last: {failure.detail})")
         return self._unanswered(question, failure, attempt + 1)
+
+    def _prompt(self, question: Question) -> Prompt:
+        found = self._prompts.get(question.sample_id)
+        assert found is not None  # every question is on the shelf with its prompt
+        return found
 
     async def _turn(self) -> None:
         """Wait for a start that the schedule gives; a pause that begins meanwhile is waited for, too."""

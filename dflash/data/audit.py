@@ -11,6 +11,7 @@ that an answer is the target's own cannot be seen here (`check` measures it).
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ from dflash.command_config import PrepareConfig
 from dflash.data import chat
 from dflash.data.examples import iterate_examples, load_meta
 from dflash.data.meta import SPLITS, DataError, Meta, Split
-from dflash.data.prompts import Prompt, load_prompts
+from dflash.data.prompts import load_prompts
 from dflash.data.questions import TargetTokens
+from dflash.data.shelf import PromptShelf
 
 SHOWN = 4  # examples of each split whose first and last tokens are printed
 TOKENS_SHOWN = 6
@@ -86,9 +88,7 @@ class _Serving:
     different: list[str] = field(default_factory=list)
 
 
-def _look(
-    path: Path, split: Split, meta: Meta, target: TargetTokens, prompts: dict[str, Prompt] | None
-) -> tuple[Census, _Serving]:
+def _look(path: Path, split: Split, meta: Meta, target: TargetTokens, prompts: PromptShelf | None) -> tuple[Census, _Serving]:
     census, serving = Census(), _Serving()
     for example in iterate_examples(path, split):
         _count(census, example, meta, target)
@@ -128,23 +128,21 @@ def prompt_of(example: Example) -> list[int]:
     return [int(token) for token in example.ids[:count]]
 
 
-def _prompts(meta: Meta) -> tuple[dict[str, Prompt] | None, str | None]:
-    """The prompts that the data was made from, by sample id; or why they cannot be read again."""
+def _prompts(meta: Meta) -> tuple[PromptShelf | None, str | None]:
+    """The prompts that the data was made from; or why they cannot be read again."""
     try:
-        loaded = load_prompts(prompts_config(meta))
+        return load_prompts(prompts_config(meta)).prompts, None
     except DataError as error:
         return None, str(error)
-    return {prompt.sample_id: prompt for prompt in loaded.prompts}, None
 
 
 def prompts_config(meta: Meta) -> PrepareConfig:
-    """The configuration that reads the prompts of prepared data again."""
-    return PrepareConfig(
-        prompts=meta.prompts, prompt_field=meta.prompt_field, split=meta.split, turns=meta.turns, output=Path("unused")
-    )
+    """The configuration that reads the prompts of prepared data again; what that takes on disk is taken where files may be."""
+    aside = Path(tempfile.gettempdir()) / "unused"
+    return PrepareConfig(prompts=meta.prompts, prompt_field=meta.prompt_field, split=meta.split, turns=meta.turns, output=aside)
 
 
-def _as_served(example: Example, meta: Meta, target: TargetTokens, prompts: dict[str, Prompt] | None) -> bool | None:
+def _as_served(example: Example, meta: Meta, target: TargetTokens, prompts: PromptShelf | None) -> bool | None:
     """Whether the prompt's tokens are those that a server renders; None when that cannot be said."""
     trained, thinking = prompt_of(example), meta.enable_thinking
     if prompts is not None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ SCHEMA = pa.schema(
 
 def write_examples(
     path: Path,
-    splits: Mapping[str, Sequence[Example]],
+    splits: Mapping[str, Iterable[Example]],
     meta: Meta,
     *,
     skipped: Sequence[tuple[str, str]] = (),
@@ -78,26 +79,25 @@ def write_examples(
 ) -> Meta:
     """Publish examples (train and heldout) as the new directory `path`; return the meta with its counts.
 
-    Raises DataError when `path` holds something already, when an example is not valid for `meta`, or when the disk
-    refuses: then nothing is published.
+    One row group of examples is in memory at a time, and the sample ids of all. Raises DataError when `path` holds something
+    already, when an example is not valid for `meta`, or when the disk refuses: then nothing is published.
     """
     require_unpublished(path)
-    _check_examples(splits, meta)
-    meta = dataclasses.replace(
-        meta,
-        examples={split: len(splits.get(split, ())) for split in SPLITS},
-        skipped=dict(Counter(reason for _, reason in skipped).most_common()),
-    )
+    unknown = sorted(set(splits) - set(SPLITS))
+    if unknown:
+        raise DataError(f"unknown split {unknown[0]!r}: use {', '.join(SPLITS)}")
+    meta = dataclasses.replace(meta, skipped=dict(Counter(reason for _, reason in skipped).most_common()))
     aside: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
-        _write_directory(aside, splits, meta, skipped, unanswered)
+        meta = _write_directory(aside, splits, meta, skipped, unanswered)
         aside.rename(path)
     except OSError as error:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
         raise DataError(f"{path}: cannot write prepared data ({error}); nothing was published there") from error
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)  # of what was not published; else the name is gone
     try:
         sync(path.parent)
     except OSError as error:
@@ -163,19 +163,16 @@ def _check_file(file: Path, rows: object) -> None:
         raise DataError(f"{file} holds {info.num_rows} rows, {rows} were written: prepare the data again")
 
 
-def _check_examples(splits: Mapping[str, Sequence[Example]], meta: Meta) -> None:
-    unknown = sorted(set(splits) - set(SPLITS))
-    if unknown:
-        raise DataError(f"unknown split {unknown[0]!r}: use {', '.join(SPLITS)}")
-    seen: set[str] = set()
-    for examples in splits.values():
-        for example in examples:
-            problem = _problem(example, meta.vocab_size)
-            if problem is None and example.sample_id in seen:
-                problem = f"sample id {example.sample_id!r} occurs more than once"
-            if problem is not None:
-                raise DataError(f"{problem}; nothing was written")
-            seen.add(example.sample_id)
+def _checked(examples: Iterable[Example], vocab_size: int, seen: set[str]) -> Iterator[Example]:
+    """The examples, none of which is wrong or named as one in `seen`."""
+    for example in examples:
+        problem = _problem(example, vocab_size)
+        if problem is None and example.sample_id in seen:
+            problem = f"sample id {example.sample_id!r} occurs more than once"
+        if problem is not None:
+            raise DataError(f"{problem}; nothing was written")
+        seen.add(example.sample_id)
+        yield example
 
 
 def _problem(example: Example, vocab_size: int) -> str | None:
@@ -191,17 +188,22 @@ def _problem(example: Example, vocab_size: int) -> str | None:
 
 def _write_directory(
     aside: Path,
-    splits: Mapping[str, Sequence[Example]],
+    splits: Mapping[str, Iterable[Example]],
     meta: Meta,
     skipped: Sequence[tuple[str, str]],
     unanswered: Sequence[Unanswered],
-) -> None:
+) -> Meta:
+    """Write all files; the meta with the counts of examples."""
     file = aside / EXAMPLES_FILE
+    counts: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    seen: set[str] = set()
     with pq.ParquetWriter(file, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
         for split in SPLITS:
-            examples = splits.get(split, ())
-            for first in range(0, len(examples), ROW_GROUP):
-                writer.write_table(_to_table(examples[first : first + ROW_GROUP], split))
+            examples = _checked(splits.get(split, ()), meta.vocab_size, seen)
+            while group := list(itertools.islice(examples, ROW_GROUP)):
+                writer.write_table(_to_table(group, split))
+                counts[split] += len(group)
+    meta = dataclasses.replace(meta, examples=counts)
     meta_text = json.dumps(dataclasses.asdict(meta), indent=2, sort_keys=True) + "\n"
     marker = {
         "rows": sum(meta.examples.values()),
@@ -218,6 +220,7 @@ def _write_directory(
         sync(aside / name)
     aside.chmod(0o777 & ~_umask())
     sync(aside)
+    return meta
 
 
 def _to_table(examples: Sequence[Example], split: str) -> Any:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,21 +54,19 @@ class Sampling:
 
 
 def in_batches(
-    questions: Sequence[Question], batch_size: int, *, max_new_tokens: int = 0, batch_tokens: int | None = None
+    questions: Iterable[Question], batch_size: int, *, max_new_tokens: int = 0, batch_tokens: int | None = None
 ) -> Iterator[list[Question]]:
-    """Batches of similar length, the longest first: what does not fit into memory fails at once, not at the end.
+    """Batches of questions that come longest first: what does not fit into memory fails at once, not at the end.
 
     A batch has at most `batch_size` rows, and at most `batch_tokens` tokens: rows x (longest prompt + `max_new_tokens`). One
-    row that has more is a batch of its own.
+    row that has more is a batch of its own. One batch is in memory.
     """
-    ordered = sorted(questions, key=lambda question: (-len(question.ids), question.sample_id))
-    first = 0
-    while first < len(ordered):
+    waiting = iter(questions)
+    for longest in waiting:
         rows = batch_size
         if batch_tokens is not None:
-            rows = min(rows, max(1, batch_tokens // (len(ordered[first].ids) + max_new_tokens)))
-        yield ordered[first : first + rows]
-        first += rows
+            rows = min(rows, max(1, batch_tokens // (len(longest.ids) + max_new_tokens)))
+        yield [longest, *itertools.islice(waiting, rows - 1)]
 
 
 @torch.inference_mode()

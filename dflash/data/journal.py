@@ -3,6 +3,8 @@
 Answers stand in `.NAME.answers/` beside the output NAME until that is published. A line counts only when it is whole and
 matches its question, and the journal is used again only under the same fingerprint of everything that decides an answer
 (target, template, decoding). Answers do not depend on their batch, so going on gives what one go would have given.
+
+Answers are read from there one at a time; where each stands is in a scratch database beside them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import io
 import json
 import os
 import shutil
+import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,23 +25,25 @@ from typing import Any, Self
 from dflash.data.answers import Answer, Unanswered, from_record, record_of
 from dflash.data.generate import Question
 from dflash.data.meta import UNANSWERED_FILE, DataError
+from dflash.data.scratch import on_disk, scratch_database
 
 ANSWERS_FILE, FINGERPRINT_FILE = "answers.jsonl", "fingerprint.json"
+_PLACES = "places (sample_id TEXT PRIMARY KEY, digest TEXT, start INTEGER, size INTEGER) WITHOUT ROWID"
 
 
 class AnswerJournal:
-    """The answers of an unfinished `prepare`; a context manager, held by one process at a time.
+    """The answers of an unfinished `prepare`, of this go and earlier ones; a context manager, held by one process at a time.
 
-    `found` are the answers of an earlier go, by sample id. Raises DataError when another process holds the journal, when
+    Raises DataError when another process holds the journal, when
     it belongs to other settings, or when the disk refuses.
     """
 
     def __init__(self, output: Path, fingerprint: Mapping[str, Any]) -> None:
         self.directory = output.with_name(f".{output.name}.answers")
-        self.found: dict[str, Answer] = {}
         self._fingerprint = json.loads(json.dumps(fingerprint))
-        self._digests: dict[str, str] = {}
+        self._places: sqlite3.Connection | None = None
         self._file: io.FileIO | None = None
+        self._bytes = 0  # of whole lines
 
     def __enter__(self) -> Self:
         try:
@@ -46,6 +51,7 @@ class AnswerJournal:
             self._file = (self.directory / ANSWERS_FILE).open("a+b", buffering=0)
             self._lock()
             self._check_fingerprint()
+            self._places = scratch_database(self.directory, _PLACES)
             self._read()
         except OSError as error:
             self._close()
@@ -58,21 +64,32 @@ class AnswerJournal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._close()
 
+    def has(self, question: Question) -> bool:
+        """Whether exactly this question is answered."""
+        return self._place(question) is not None
+
     def take(self, question: Question) -> Answer | None:
-        """The answer of an earlier go to exactly this question."""
-        if self._digests.get(question.sample_id) != _digest(question):
+        """The answer to exactly this question."""
+        place = self._place(question)
+        if place is None:
             return None
-        return self.found[question.sample_id]
+        assert self._file is not None
+        start, size = place
+        try:
+            return from_record(json.loads(os.pread(self._file.fileno(), size, start)))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{self._file.name}: the answer to {question.sample_id!r} cannot be read back ({error})") from error
 
     def append(self, questions: Sequence[Question], answers: Sequence[Answer]) -> None:
         """Keep the answers of one batch; they are on the disk when this returns."""
         assert self._file is not None
+        digests = [_digest(question) for question in questions]
         lines = [
-            json.dumps({"sample_id": question.sample_id, "question": _digest(question), **record_of(answer)}) + "\n"
-            for question, answer in zip(questions, answers, strict=True)
+            (json.dumps({"sample_id": question.sample_id, "question": digest, **record_of(answer)}) + "\n").encode()
+            for question, digest, answer in zip(questions, digests, answers, strict=True)
         ]
         try:
-            rest = memoryview("".join(lines).encode())
+            rest = memoryview(b"".join(lines))
             while rest:
                 rest = rest[self._file.write(rest) :]
             os.fsync(self._file.fileno())
@@ -80,6 +97,8 @@ class AnswerJournal:
             raise DataError(
                 f"{self._file.name}: cannot keep answers ({error}); make room and run the same command again, it goes on there"
             ) from error
+        for question, digest, line in zip(questions, digests, lines, strict=True):
+            self._note(question.sample_id, digest, line)
 
     def list_unanswered(self, unanswered: Sequence[Unanswered]) -> Path:
         """Write the questions of this go that have no answer beside the answers; they are asked again by the next go."""
@@ -124,20 +143,37 @@ class AnswerJournal:
     def _read(self) -> None:
         """Read whole lines; cut off what a crash left of a last one."""
         assert self._file is not None
-        whole = 0
-        for line in (self.directory / ANSWERS_FILE).read_bytes().splitlines(keepends=True):
-            try:
-                record = json.loads(line) if line.endswith(b"\n") else None
-                if record is None:
+        with (self.directory / ANSWERS_FILE).open("rb") as lines:
+            for line in lines:
+                try:
+                    record = json.loads(line) if line.endswith(b"\n") else None
+                    if record is None:
+                        break
+                    from_record(record)
+                    sample_id, digest = str(record["sample_id"]), str(record["question"])
+                except (ValueError, KeyError, TypeError):
                     break
-                self.found[record["sample_id"]] = from_record(record)
-                self._digests[record["sample_id"]] = record["question"]
-            except (ValueError, KeyError, TypeError):
-                break
-            whole += len(line)
-        self._file.truncate(whole)
+                self._note(sample_id, digest, line)
+        self._file.truncate(self._bytes)
+
+    def _note(self, sample_id: str, digest: str, line: bytes) -> None:
+        """The next line of the file is this answer's; a later one counts."""
+        assert self._places is not None
+        with on_disk(self.directory):
+            self._places.execute("INSERT OR REPLACE INTO places VALUES (?, ?, ?, ?)", (sample_id, digest, self._bytes, len(line)))
+        self._bytes += len(line)
+
+    def _place(self, question: Question) -> tuple[int, int] | None:
+        assert self._places is not None
+        found = self._places.execute(
+            "SELECT start, size FROM places WHERE sample_id = ? AND digest = ?", (question.sample_id, _digest(question))
+        ).fetchone()
+        return None if found is None else (int(found[0]), int(found[1]))
 
     def _close(self) -> None:
+        if self._places is not None:
+            self._places.close()
+            self._places = None
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -9,7 +9,8 @@ prompt are context: somebody else wrote them.
 Nothing is dropped without a trace: skipped prompts, and those that a server did not answer, are counted by reason in
 meta.json and listed in skipped.jsonl.
 
-Known limit: prompts and answers stand in memory, about 4 GB for a million prompts of 500 tokens and answers of 500.
+Prompts and answers stand on disk (`dflash.data.shelf`, `dflash.data.journal`), so that memory holds a batch of them, what was
+skipped by id and reason, and at the end the ids of all examples.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +36,13 @@ from dflash.data.audit import audit
 from dflash.data.examples import require_unpublished, write_examples
 from dflash.data.generate import Question, Sampling, answer, in_batches
 from dflash.data.journal import AnswerJournal
-from dflash.data.meta import MARKER_FILE, SPLITS, DataError, PrepareFailed
+from dflash.data.meta import MARKER_FILE, SPLITS, DataError, PrepareFailed, Split
 from dflash.data.progress import GenerationProgress
-from dflash.data.prompts import Prompt, load_prompts
-from dflash.data.provenance import fingerprint, meta_of
+from dflash.data.prompts import load_prompts
+from dflash.data.provenance import Totals, fingerprint, meta_of
 from dflash.data.questions import TargetTokens, to_questions
 from dflash.data.server import Served
+from dflash.data.shelf import PromptShelf
 from dflash.device import parse_device
 from dflash.modeling.target import describe_target, load_target, resolve_mask_token_id, text_config
 
@@ -80,26 +82,25 @@ def _prepare(config: PrepareConfig) -> dict[str, Any]:
     started = time.monotonic()
     require_unpublished(config.output)
     loaded = load_prompts(config)
-    prompts, skipped = loaded.prompts, list(loaded.skipped)
+    prompts, skipped = loaded.prompts, loaded.skipped
     with events.span("prepare.load_target"):
         target = _load(config)
-    questions, refused = to_questions(config, target.tokens, prompts)
-    skipped += refused
-    if not questions:
+    skipped += to_questions(config, target.tokens, prompts)
+    if not prompts.num_questions():
         raise DataError(f"{config.prompts}: every prompt was skipped ({_reasons(skipped)}); nothing was written")
     if config.server is not None:  # answers of one model are not gone on with by another
         config = dataclasses.replace(config, server_model=model_name(config, _served(target)))
     with AnswerJournal(config.output, fingerprint(config, target.tokens)) as journal:
         with _cpu_threads(config):
-            answers, generation, unanswered = _answer_all(config, target, questions, prompts, journal)
+            generation, unanswered = _answer_all(config, target, prompts, journal)
         skipped += [(one.sample_id, f"not answered: {one.reason}") for one in unanswered]
-        if not answers:
+        totals = Totals()
+        for answer, given in _answered(prompts, journal):
+            totals.add(answer, given=given)
+        if not totals.answers:
             raise PrepareFailed(f"no prompt was answered ({_reasons(skipped)}); nothing was written")
-        splits: dict[str, list[Example]] = {split: [] for split in SPLITS}
-        for prompt in prompts:
-            if prompt.sample_id in answers:
-                splits[prompt.split].append(to_example(questions[prompt.sample_id], answers[prompt.sample_id]))
-        meta = meta_of(config, target.tokens, loaded.field, answers)
+        splits: dict[str, Iterator[Example]] = {split: _examples(prompts, journal, split) for split in SPLITS}
+        meta = meta_of(config, target.tokens, loaded.field, totals)
         meta = write_examples(config.output, splits, meta, skipped=skipped, unanswered=unanswered)
         journal.remove()
     return {
@@ -108,14 +109,29 @@ def _prepare(config: PrepareConfig) -> dict[str, Any]:
         "prompt_field": meta.prompt_field,
         "examples": meta.examples,
         "skipped": meta.skipped,
-        "replaced_answers": sum(bool(prompt.given) for prompt in prompts if prompt.sample_id in answers),
+        "replaced_answers": totals.replaced,
         "truncated_answers": meta.truncated_answers,
-        "one_token_answers": sum(len(answer.ids) == 1 for answer in answers.values()),
+        "one_token_answers": totals.one_token,
         "retokenized_answers": meta.retokenized_answers,
-        "answer_tokens": sum(len(answer.ids) for answer in answers.values()),
+        "answer_tokens": totals.tokens,
         **generation,
         "seconds": time.monotonic() - started,
     }
+
+
+def _answered(prompts: PromptShelf, journal: AnswerJournal) -> Iterator[tuple[Answer, bool]]:
+    """Answers in the order of their prompts, and whether the source had another."""
+    for question, given in prompts.questions():
+        found = journal.take(question)
+        if found is not None:
+            yield found, given
+
+
+def _examples(prompts: PromptShelf, journal: AnswerJournal, split: Split) -> Iterator[Example]:
+    for question, _ in prompts.questions(split):
+        found = journal.take(question)
+        if found is not None:
+            yield to_example(question, found)
 
 
 def _reasons(skipped: Sequence[tuple[str, str]]) -> str:
@@ -159,40 +175,35 @@ def _end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _answer_all(
-    config: PrepareConfig,
-    target: _Target,
-    questions: dict[str, Question],
-    prompts: Sequence[Prompt],
-    journal: AnswerJournal,
-) -> tuple[dict[str, Answer], dict[str, Any], list[Unanswered]]:
-    """Answers by sample id, how they were made, and what a server did not answer."""
-    answers = {q.sample_id: found for q in questions.values() if (found := journal.take(q)) is not None}
-    resumed = len(answers)
-    missing = [question for question in questions.values() if question.sample_id not in answers]
+    config: PrepareConfig, target: _Target, prompts: PromptShelf, journal: AnswerJournal
+) -> tuple[dict[str, Any], list[Unanswered]]:
+    """Answer into the journal what is not answered there; how that was done, and what a server did not answer."""
+    count = prompts.num_questions()
+    resumed = sum(journal.has(question) for question, _ in prompts.questions())
     started = time.monotonic()
     unanswered: list[Unanswered] = []
     served: dict[str, Any] = {}
-    with GenerationProgress(len(questions)) as progress:
+    with GenerationProgress(count) as progress:
         if resumed:
-            progress.note(f"going on: {resumed} of {len(questions)} prompts were answered by an earlier go")
+            progress.note(f"going on: {resumed} of {count} prompts were answered by an earlier go")
             progress.answered(resumed)
 
         def keep(arrived: Sequence[tuple[Question, Answer]]) -> None:
             journal.append([question for question, _ in arrived], [answer for _, answer in arrived])
-            answers.update({question.sample_id: answer for question, answer in arrived})
             progress.answered(len(arrived))
 
         if config.server is None:
+            missing = (question for question in prompts.longest_first() if not journal.has(question))
             _answer_here(config, target, missing, keep, progress)
         else:
-            unanswered, served = _answer_there(config, target, missing, prompts, keep, progress, journal)
+            unanswered, served = _answer_there(config, target, count - resumed, prompts, keep, progress, journal)
     seconds = time.monotonic() - started
     rate = progress.num_tokens / seconds if progress.num_tokens else None
-    return answers, {"resumed_answers": resumed, "generated_tokens_per_second": rate, **served}, unanswered
+    return {"resumed_answers": resumed, "generated_tokens_per_second": rate, **served}, unanswered
 
 
 def _answer_here(
-    config: PrepareConfig, target: _Target, missing: Sequence[Question], keep: Keep, progress: GenerationProgress
+    config: PrepareConfig, target: _Target, missing: Iterable[Question], keep: Keep, progress: GenerationProgress
 ) -> None:
     ends = target.tokens.end_token_ids
     sampling = Sampling(
@@ -208,8 +219,8 @@ def _answer_here(
 def _answer_there(
     config: PrepareConfig,
     target: _Target,
-    missing: Sequence[Question],
-    prompts: Sequence[Prompt],
+    num_missing: int,
+    prompts: PromptShelf,
     keep: Keep,
     progress: GenerationProgress,
     journal: AnswerJournal,
@@ -221,16 +232,17 @@ def _answer_there(
         progress.tokens(sum(len(answer.ids) for _, answer in arrived))
         keep(arrived)
 
-    if missing:
+    if num_missing:
+        missing = (question for question, _ in prompts.questions() if not journal.has(question))
         try:
-            ask_all(config, _served(target), missing, {prompt.sample_id: prompt for prompt in prompts}, kept, tally)
+            ask_all(config, _served(target), missing, prompts, kept, tally)
         finally:
             listing = journal.list_unanswered(tally.unanswered)
-        allowed = config.server_max_unanswered * len(missing)
+        allowed = config.server_max_unanswered * num_missing
         if len(tally.unanswered) > allowed:
             reasons = _reasons([(one.sample_id, one.reason) for one in tally.unanswered])
             raise PrepareFailed(
-                f"{len(tally.unanswered)} of {len(missing)} questions were not answered ({reasons}), listed in {listing}; "
+                f"{len(tally.unanswered)} of {num_missing} questions were not answered ({reasons}), listed in {listing}; "
                 f"nothing was published, because --server-max-unanswered is {config.server_max_unanswered:g}"
             )
     served_by = {"server": config.server, "server_requests": tally.requests, "server_retries": dict(tally.retries)}

@@ -8,7 +8,7 @@ every answer is asked for as a server would be asked, also by templates that rew
 A row that cannot be a prompt is skipped with a reason; a source that cannot be read, or whose columns no layout explains,
 raises `DataError` with what was found.
 
-Known limit: all prompts stand in memory, about 1 GB for a million of 200 words.
+Prompts stand on disk (`dflash.data.shelf`); what is skipped is listed in memory, by id and reason.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash.command_config import PrepareConfig
-from dflash.data.chat import Message, PromptError
+from dflash.data.chat import PromptError
 from dflash.data.layouts import EXPECTED, LONE_SURROGATE, Conversation, read_conversation, recognise
-from dflash.data.meta import DataError, Split
+from dflash.data.meta import DataError
+from dflash.data.shelf import Prompt, PromptShelf
 from dflash.data.sources import read_rows
 
 ID_FIELD = "id"
@@ -31,21 +32,10 @@ _ROWS_TO_RECOGNISE = 100  # a source is refused when none of its first rows has 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """What the target is asked to answer."""
-
-    sample_id: str
-    messages: tuple[Message, ...]
-    split: Split
-    tools: tuple[dict[str, Any], ...] = ()  # descriptions of functions, for the chat template
-    given: tuple[Message, ...] = ()  # the source's own answer
-
-
-@dataclass(frozen=True, kw_only=True)
 class PromptList:
     """The prompts of a source, and what became of the rest."""
 
-    prompts: list[Prompt]
+    prompts: PromptShelf
     skipped: list[tuple[str, str]]  # sample id or place, reason
     field: str  # the column that holds the prompts
 
@@ -55,12 +45,11 @@ def load_prompts(config: PrepareConfig) -> PromptList:
 
     Raises DataError when the source cannot be read, holds nothing, or has no column that holds prompts.
     """
-    prompts: dict[str, Prompt] = {}
+    prompts = PromptShelf(config.output.parent)
     skipped: list[tuple[str, str]] = []
     fields: set[str] = set()
     unread: list[tuple[str, dict[str, Any]]] = []  # rows before the first that says which column it is
     field = config.prompt_field
-    contents: set[bytes] = set()
     rows = read_rows(config.prompts, split=config.split, stream=config.limit is not None)
     columns: dict[str, set[str]] = {}  # of each file of several
     for place, row in itertools.islice(rows, config.limit):
@@ -74,7 +63,7 @@ def load_prompts(config: PrepareConfig) -> PromptList:
                 break
             continue
         for waiting_place, waiting in unread:
-            _take(waiting_place, waiting, field, config, prompts, contents, skipped)
+            _take(waiting_place, waiting, field, config, prompts, skipped)
         unread.clear()
     if not fields and not unread:
         raise DataError(f"{config.prompts} holds no prompts: expected a JSON object per line, or Parquet rows")
@@ -86,7 +75,7 @@ def load_prompts(config: PrepareConfig) -> PromptList:
                 f"{file} has no field {field!r}, which others of {config.prompts} have, found {', '.join(sorted(found))}: "
                 f"leave that file out, or prepare it apart with --prompt-field"
             )
-    return PromptList(prompts=list(prompts.values()), skipped=skipped, field=field)
+    return PromptList(prompts=prompts, skipped=skipped, field=field)
 
 
 def _recognised(row: dict[str, Any], config: PrepareConfig) -> str | None:
@@ -108,8 +97,7 @@ def _take(
     row: dict[str, Any],
     field: str,
     config: PrepareConfig,
-    prompts: dict[str, Prompt],
-    contents: set[bytes],
+    prompts: PromptShelf,
     skipped: list[tuple[str, str]],
 ) -> None:
     named = row.get(ID_FIELD)
@@ -121,11 +109,11 @@ def _take(
         read = read_conversation(row, field)
         digest = _digest(read)
         sample_id = sample_id or digest[:8].hex()
-        _require_new(again=digest in contents, taken=sample_id in prompts or f"{sample_id}#1" in prompts)
+        _require_new(again=prompts.has_content(digest), taken=sample_id in prompts or f"{sample_id}#1" in prompts)
     except PromptError as error:
         skipped.append((str(named) if named is not None else place, str(error)))
         return
-    contents.add(digest)
+    prompts.add_content(digest)
     heldout = int.from_bytes(digest[8:16], "big") < config.heldout_fraction * 2**64
     whole = Prompt(
         sample_id=sample_id,
@@ -135,7 +123,7 @@ def _take(
         given=read.given,
     )
     for prompt in _by_turn(whole) if config.turns == "each" else [whole]:
-        prompts[prompt.sample_id] = prompt
+        prompts.put(prompt)
 
 
 def _by_turn(whole: Prompt) -> list[Prompt]:

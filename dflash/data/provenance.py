@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,29 @@ from dflash.data.questions import TargetTokens
 _TOOLS = ("torch", "transformers", "tokenizers", "pyarrow", "numpy")
 
 
-def meta_of(config: PrepareConfig, target: TargetTokens, field: str, answers: dict[str, Answer]) -> Meta:
-    """The meta of examples that these answers make."""
+@dataclass
+class Totals:
+    """What answers come to; filled one by one."""
+
+    answers: int = 0
+    tokens: int = 0
+    one_token: int = 0
+    retokenized: int = 0
+    replaced: int = 0  # where the source had an answer
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+
+    def add(self, answer: Answer, *, given: bool) -> None:
+        """Count one; `given` says that the source had an answer."""
+        self.answers += 1
+        self.tokens += len(answer.ids)
+        self.one_token += len(answer.ids) == 1
+        self.retokenized += not answer.exact
+        self.replaced += given
+        self.finish_reasons[answer.finish] += 1
+
+
+def meta_of(config: PrepareConfig, target: TargetTokens, prompt_field: str, totals: Totals) -> Meta:
+    """The meta of examples of which these are the totals."""
     return Meta(
         target=config.target.path,
         gguf_file=config.target.gguf_file,
@@ -32,13 +54,13 @@ def meta_of(config: PrepareConfig, target: TargetTokens, field: str, answers: di
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
         prompts=config.prompts,
-        prompt_field=field,
+        prompt_field=prompt_field,
         split=config.split,
         turns=config.turns,
         server=_answered_by(config),
-        finish_reasons=dict(Counter(answer.finish for answer in answers.values()).most_common()),
-        truncated_answers=sum(answer.finish == "length" for answer in answers.values()),
-        retokenized_answers=sum(not answer.exact for answer in answers.values()),
+        finish_reasons=dict(totals.finish_reasons.most_common()),
+        truncated_answers=totals.finish_reasons["length"],
+        retokenized_answers=totals.retokenized,
         versions={tool: importlib.metadata.version(tool) for tool in _TOOLS},
     )
 

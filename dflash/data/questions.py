@@ -13,10 +13,9 @@ from typing import Any
 
 from dflash.command_config import PrepareConfig
 from dflash.data import chat
-from dflash.data.generate import Question
 from dflash.data.layouts import texts
 from dflash.data.meta import DataError
-from dflash.data.prompts import Prompt
+from dflash.data.shelf import Prompt, PromptShelf
 
 PROBE_ANSWER = "ok"  # finishes a conversation, to see whether the template keeps the prompt law
 
@@ -33,14 +32,11 @@ class TargetTokens:
     end_token_ids: tuple[int, ...]
 
 
-def to_questions(
-    config: PrepareConfig, target: TargetTokens, prompts: Sequence[Prompt]
-) -> tuple[dict[str, Question], list[tuple[str, str]]]:
-    """Questions by sample id, and (sample id, reason) of the prompts that cannot be asked.
+def to_questions(config: PrepareConfig, target: TargetTokens, prompts: PromptShelf) -> list[tuple[str, str]]:
+    """Put the tokens of all prompts that can be asked on the shelf; (sample id, reason) of the others.
 
     Raises DataError when the template cannot be trained on.
     """
-    questions: dict[str, Question] = {}
     refused: list[tuple[str, str]] = []
     special = special_tokens(target.tokenizer)
     for prompt in prompts:
@@ -56,8 +52,8 @@ def to_questions(
         elif context is not None and len(ids) + config.max_new_tokens > context:
             refused.append((prompt.sample_id, f"no room for {config.max_new_tokens} more tokens in the target's {context}"))
         else:
-            questions[prompt.sample_id] = Question(sample_id=prompt.sample_id, ids=ids)
-    return questions, refused
+            prompts.put_question(prompt.sample_id, ids)
+    return refused
 
 
 def special_tokens(tokenizer: Any) -> tuple[str, ...]:

@@ -30,8 +30,8 @@ from dflash.config import ConfigError
 from dflash.data.answers import Answer
 from dflash.data.generate import Question
 from dflash.data.meta import DataError, PrepareFailed
-from dflash.data.prompts import Prompt
 from dflash.data.retrying import retry_after_seconds
+from dflash.data.shelf import Prompt
 
 _AGAIN = frozenset({408, 409, 425, 429})  # and everything from 500
 _USAGE = frozenset({301, 302, 307, 308, 401, 403, 404, 405})  # no question will fare better

@@ -82,13 +82,14 @@ def _files(filesystem: Any, path: str, source: str) -> list[str]:
         if filesystem.isdir(path):
             inside = [str(file) for file in filesystem.ls(path, detail=False)]
             files = sorted(file for file in inside if _kind(file) is not None and PurePosixPath(file).suffix != ".json")
+            problem = f"the directory {source} holds no .jsonl, .ndjson or .parquet files"
+        elif _GLOB & set(path):
+            files = sorted(str(file) for file in filesystem.glob(path) if _kind(str(file)))
+            problem = f"no .jsonl, .ndjson, .json or .parquet file matches the pattern {source}"
         else:
-            files = sorted(str(file) for file in filesystem.glob(path) if _kind(str(file))) if _GLOB & set(path) else []
+            files, problem = [], f"{source} does not exist"
     if not files:
-        raise DataError(
-            f"{source} is not a file, and no directory or pattern with .jsonl or .parquet files: "
-            "pass such files, a directory of them, a saved data set, or a hub name, as --prompts"
-        )
+        raise DataError(f"{problem}: pass files, a directory of them, a saved data set, or a hub name, as --prompts")
     return files
 
 
@@ -126,6 +127,9 @@ def _array_rows(content: bytes, name: str) -> Iterator[Row]:
 def _parsed(content: bytes, place: str, *, first: bool) -> Any:
     try:
         return json.loads(content.decode("utf-8-sig" if first else "utf-8"))
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}" if content.strip().count(b"\n") else f"column {error.pos + 1}"
+        raise DataError(f"{place}: no JSON ({error.msg}, {where}); expected one object per line") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: no JSON ({error}); expected one object per line") from error
 

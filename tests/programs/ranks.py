@@ -10,6 +10,7 @@ line a scenario: exit codes, and what was left: processes, shared memory, ports.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -36,6 +37,7 @@ from dflash.worker import DrafterModelWorker, TargetModelWorker
 
 FULL_BYTES = 2**16
 SLOW_SECONDS = 0.4
+GONE_SECONDS = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -168,6 +170,29 @@ def belongings() -> dict[str, set[Any]]:
     return {"processes": {process.pid for process in below}, "shared memory": set(shared), "ports": listening}
 
 
+def of_others(files: set[str]) -> set[str]:
+    """Those of these files that a living process outside this program has mapped: other programs run on the machine, too."""
+    me = psutil.Process()
+    ours = {me.pid, *(process.pid for process in me.children(recursive=True))}
+    found: set[str] = set()
+    for pid in set(psutil.pids()) - ours if files else ():
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {file for file in files if file in maps}
+    return found
+
+
+def shared_memory_left(before: set[str]) -> set[str]:
+    """What is still there after some seconds: names of another program that has just ended go away, what is left stays."""
+    until = time.monotonic() + GONE_SECONDS
+    while True:
+        new = belongings()["shared memory"] - before
+        new -= of_others(new)
+        if not new or time.monotonic() > until:
+            return new
+        time.sleep(0.1)
+
+
 def run(scenario: dict[str, Any]) -> dict[str, Any]:
     config = LaunchConfig(
         min_nodes=1,
@@ -187,7 +212,9 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     gc.collect()  # torchrun's agent and its store
-    left = [f"{kind} {one}" for kind, found in belongings().items() for one in sorted(found - before[kind])]
+    new = {kind: found - before[kind] for kind, found in belongings().items()}
+    new["shared memory"] = shared_memory_left(before["shared memory"])
+    left = [f"{kind} {one}" for kind, found in new.items() for one in sorted(found)]
     return {"codes": codes, "left": left, "seconds": time.monotonic() - began}
 
 
