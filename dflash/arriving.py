@@ -17,7 +17,7 @@ class Arriving:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> Tensor:
         """The values on the CPU."""

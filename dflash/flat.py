@@ -223,6 +223,7 @@ def update(optimizer: torch.optim.AdamW, config: OptimConfig, step: int, *, tota
     optimizer.grad_scale = torch.maximum(total_weight, norm / config.clip)  # type: ignore[attr-defined]  # AMP's way
     optimizer.found_inf = 1.0 - usable.float()  # type: ignore[attr-defined]
     optimizer.step()
+    optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]  # of this step only
     return rate
 
 

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash.config import ConfigError
-from dflash.decoding.comparing import check_comparable, compare, read_evaluation
+from dflash.decoding.comparing import check_comparable, compare, prompt_digests, read_evaluation
 
 TAUS = st.lists(st.floats(1, 8), min_size=2, max_size=20)
-WAY = {"target": "t", "dtype": "float32", "temperature": 0.0, "max_new_tokens": 32, "seed": 0}
+WAY = {"target": "t", "dtype": "float32", "temperature": 0.0, "max_new_tokens": 32, "seed": 0, "eos_token_ids": [2]}
+DIGESTS = prompt_digests([("a", [1, 2]), ("b", [3]), ("c", [4])])
+OURS = WAY | {"prompt_digests": DIGESTS}
 
 
 def evaluation(taus: dict[str, float], **trees: dict[str, float]) -> dict[str, Any]:
@@ -44,7 +46,20 @@ def test_to_swap_the_two_turns_the_sign_and_the_order_of_prompts_is_nothing(firs
     assert low - 1e-9 <= found["tau_difference"] <= high + 1e-9
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", '{"tau": 2.0}', "\udcff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "",
+        "[]",
+        "\udcff",
+        '{"tau_by_prompt": {"a": 2.0}, "prompt_digests": {"a": "0"}}',
+        '{"tau_by_prompt": {"a": 2.0}, "trees": []}',
+        '{"tau_by_prompt": ["a"], "prompt_digests": {}, "trees": []}',
+        '{"tau_by_prompt": {"a": null}, "prompt_digests": {}, "trees": []}',
+        '{"tau_by_prompt": {"a": 2.0}, "prompt_digests": {}, "trees": [{"budget": 16}]}',
+    ],
+)
 def test_what_is_no_evaluation_is_refused_by_its_name(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "other.json"
     if content is not None:
@@ -58,19 +73,22 @@ def test_what_is_no_evaluation_is_refused_by_its_name(tmp_path: Path, content: s
     [
         ({"temperature": 1.0}, r"temperature 1\.0, here 0\.0"),
         ({"max_new_tokens": 64, "dtype": "bfloat16"}, "dtype bfloat16, here float32; max_new_tokens 64, here 32"),
-        ({"tau_by_prompt": {"a": 2.0, "x": 2.0}}, "1 of the 3 prompts"),
+        ({"eos_token_ids": [3]}, r"eos_token_ids \[3\], here \[2\]"),
+        ({"prompt_digests": {"a": DIGESTS["a"], "x": "0"}}, "1 of the 3 prompts, 1 of them with rounds"),
+        ({"tau_by_prompt": {"b": 2.0}}, "3 of the 3 prompts, 1 of them with rounds"),
+        ({"prompt_digests": DIGESTS | {"b": DIGESTS["a"]}}, "1 prompts have other tokens there, 'b' first"),
     ],
 )
 def test_an_evaluation_in_another_way_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = tmp_path / "other.json"
-    path.write_text(json.dumps(WAY | evaluation({"a": 2.0, "b": 3.0}) | changes))
+    path.write_text(json.dumps(OURS | evaluation({"a": 2.0, "b": 3.0}) | changes))
     with pytest.raises(ConfigError, match=message):
-        check_comparable(read_evaluation(path), WAY, ["a", "b", "c"], path)
+        check_comparable(read_evaluation(path), OURS, path)
 
 
 def test_the_seed_matters_only_where_tokens_are_drawn() -> None:
-    other = WAY | {"seed": 7} | evaluation({"a": 2.0, "b": 3.0})
-    check_comparable(other, WAY, ["a", "b"], Path("x"))
+    other = OURS | {"seed": 7} | evaluation({"a": 2.0, "b": 3.0})
+    check_comparable(other, OURS, Path("x"))
     drawn = {"temperature": 1.0}
     with pytest.raises(ConfigError, match="seed 7, here 0"):
-        check_comparable(other | drawn, WAY | drawn, ["a", "b"], Path("x"))
+        check_comparable(other | drawn, OURS | drawn, Path("x"))

@@ -398,7 +398,7 @@ def test_a_decoding_of_another_checkpoint_is_refused(settings: Settings) -> None
     marker.parent.mkdir(parents=True)
     marker.write_text("{}")
     with pytest.raises(
-        ConfigError, match=r"made with checkpoint none, now it is checkpoint step-000008 [0-9a-f]{12}: .*remove it"
+        ConfigError, match=r"made with checkpoint none, now it is checkpoint step-000008 [0-9a-f]{12}: .*another --output"
     ):
         evaluating.check(settings, "b8", settings.run)
 

@@ -39,5 +39,5 @@ def on_disk(directory: Path) -> Iterator[None]:
     """Say what cannot be kept on the disk as DataError."""
     try:
         yield
-    except (OSError, sqlite3.OperationalError) as error:
+    except (OSError, sqlite3.Error) as error:
         raise DataError(f"{directory}: cannot keep prompts there while they are answered ({error}): make room") from error

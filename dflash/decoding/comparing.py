@@ -6,15 +6,18 @@ difference is taken prompt by prompt, and its interval is a bootstrap over promp
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dflash.config import ConfigError
 from dflash.decoding.acceptance import bootstrap_interval
 
-_SAME = ("target", "dtype", "temperature", "max_new_tokens")  # and the seed, where tokens are drawn
+_SAME = ("target", "dtype", "temperature", "max_new_tokens", "eos_token_ids")  # and the seed, where tokens are drawn
 _FEWEST = 2
 
 
@@ -24,23 +27,40 @@ def read_evaluation(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"against {path}: {error}; name the evaluate-CHECKPOINT.json of a run") from error
-    if not isinstance(found, dict) or "tau_by_prompt" not in found:
+    if not (isinstance(found, dict) and _is_whole(found)):
         raise ConfigError(
-            f"against {path}: it holds no tau_by_prompt; name an evaluate-CHECKPOINT.json, or evaluate that run again"
+            f"against {path}: it holds no τ by prompt; name an evaluate-CHECKPOINT.json, or evaluate that run again"
         )
     return found
 
 
-def check_comparable(other: dict[str, Any], settings: dict[str, Any], prompts: Collection[str], path: Path) -> None:
-    """Raise ConfigError where the other evaluation decoded in another way, or has fewer than two of the prompts."""
+def prompt_digests(prompts: Iterable[tuple[str, Sequence[int]]]) -> dict[str, str]:
+    """By sample id, what tells prompts of one id apart: twelve hexadecimal digits of their tokens' SHA-256."""
+    return {name: hashlib.sha256(np.array(ids, dtype="<i8").tobytes()).hexdigest()[:12] for name, ids in prompts}
+
+
+def check_comparable(other: dict[str, Any], settings: dict[str, Any], path: Path) -> None:
+    """Raise ConfigError where the other evaluation decoded in another way, other prompts, or fewer than two of them.
+
+    `settings` are those of an evaluation, its `prompt_digests` among them.
+    """
     names = (*_SAME, "seed") if settings["temperature"] else _SAME
     if wrong := [f"{name} {other.get(name)}, here {settings[name]}" for name in names if other.get(name) != settings[name]]:
         raise ConfigError(
             f"against {path}: it has {'; '.join(wrong)}: only evaluations of the same prompts in the same way compare"
         )
-    both = len(other["tau_by_prompt"].keys() & set(prompts))
-    if both < _FEWEST:
-        raise ConfigError(f"against {path}: it has {both} of the {len(prompts)} prompts: evaluate both on the same data")
+    ours, theirs = settings["prompt_digests"], other["prompt_digests"]
+    both = ours.keys() & theirs.keys()
+    if unlike := [name for name in sorted(both) if ours[name] != theirs[name]]:
+        raise ConfigError(
+            f"against {path}: {len(unlike)} prompts have other tokens there, {unlike[0]!r} first: evaluate both on the same data"
+        )
+    with_rounds = len(both & other["tau_by_prompt"].keys())
+    if with_rounds < _FEWEST:
+        raise ConfigError(
+            f"against {path}: it has {len(both)} of the {len(ours)} prompts, {with_rounds} of them with rounds: evaluate both on "
+            f"the same data, with enough new tokens"
+        )
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any], *, seed: int) -> dict[str, Any]:
@@ -51,6 +71,22 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], *, seed: int) -> dict[
         **_difference(ours, theirs, seed),
         "trees": [{"budget": tree["budget"], **_difference(tree, other, seed)} for tree, other in pairs],
     }
+
+
+def _is_whole(found: dict[str, Any]) -> bool:
+    """Whether everything that is compared is there."""
+
+    def has_taus(part: Any) -> bool:
+        values = part.get("tau_by_prompt") if isinstance(part, dict) else None
+        return isinstance(values, dict) and all(isinstance(tau, int | float) for tau in values.values())
+
+    trees = found.get("trees")
+    return (
+        has_taus(found)
+        and isinstance(found.get("prompt_digests"), dict)
+        and isinstance(trees, list)
+        and all(has_taus(tree) and "budget" in tree for tree in trees)
+    )
 
 
 def _difference(ours: dict[str, Any], theirs: dict[str, Any], seed: int) -> dict[str, Any]:

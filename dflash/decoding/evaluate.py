@@ -31,7 +31,7 @@ from dflash.checkpoint import CheckpointError, load_drafter
 from dflash.command_config import EvaluateConfig
 from dflash.config import ConfigError, RunConfig
 from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta
-from dflash.decoding.comparing import check_comparable, compare, read_evaluation
+from dflash.decoding.comparing import check_comparable, compare, prompt_digests, read_evaluation
 from dflash.decoding.plots import acceptance_svg, budget_svg
 from dflash.decoding.rounds import Drafting, Generation, Wanted, decode
 from dflash.decoding.summary import Result, show, summarise
@@ -73,7 +73,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     loaded = _load(config)
     if other is not None:
         assert config.against is not None
-        check_comparable(other, _describe(config, loaded), [name for name, _ in loaded.prompts], config.against)
+        check_comparable(other, _describe(config, loaded), config.against)
     done = _decode(loaded, config)
     ways: tuple[Way, ...] = ("chain", *config.budgets)
     parts = {way: summarise(_results(loaded, done, way), seed=config.seed) for way in ways}
@@ -167,6 +167,7 @@ def _describe(config: EvaluateConfig, loaded: Loaded) -> dict[str, Any]:
         "tree_attention": config.tree_attention,
         "eos_token_ids": list(loaded.meta.eos_token_ids),
         "block_size": loaded.drafter.shape.block_size,
+        "prompt_digests": prompt_digests(loaded.prompts),
         "prompts_skipped": [{"sample_id": sample_id, "reason": reason} for sample_id, reason in loaded.skipped],
         "versions": {"torch": str(torch.__version__), "transformers": str(transformers.__version__)},
     }

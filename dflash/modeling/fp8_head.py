@@ -63,7 +63,7 @@ def check_device(device: torch.device) -> None:
 
 
 def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, fast: bool) -> Tensor:
-    """`a` [M, K] times `b` [N, K] transposed, bf16. `fast` adds up in fewer bits: right for short sums."""
+    """`a` [M, K] times `b` [N, K] transposed, bf16. `fast` adds up in fewer bits, where rounding is the larger error."""
     if a.device.type == "cuda":
         return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
     return ((a.float() @ b.float().t()) * (a_scale * b_scale)).to(torch.bfloat16)
