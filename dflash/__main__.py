@@ -39,7 +39,7 @@ USAGE = """usage: python -m dflash COMMAND ...
   evaluate  speculative decoding of held-out prompts: evaluate RUN [--checkpoint best]
   export    write a run's drafter in z-lab's DFlash format: export RUN OUT [--checkpoint best]
   check     is a drafter what a server will take it for: check RUN|CHECKPOINT|EXPORT [--target T]
-  plan      memory, work and speed of a run before it starts: plan --preset P [--rates FILE] [--gpu-memory-gib G] [any field]
+  plan      memory, work and speed of a run beforehand: plan --preset P [--gpus N] [--rates FILE] [--gpu-memory-gib G] [field]
             or of larger ones, by measured runs: plan --simulate RUN... [--gpus 8 64 1024]
   import    a drafter of another program in z-lab's DFlash format: import SOURCE OUT --target T"""
 
@@ -127,7 +127,13 @@ def plan_command(arguments: list[str]) -> dict[str, Any]:
             raise ConfigError(f"plan --simulate takes no fields of a run, found {shlex.join(fields)}: the runs hold theirs")
         return plan.simulated(own)
     config = tyro.cli(RunConfig, prog="python -m dflash plan", default=_preset_of(fields), args=fields)
-    return plan.plan(config, plan.read_rates(own.rates) if own.rates else None, own.gpu_memory_gib)
+    rates = plan.read_rates(own.rates) if own.rates else None
+    found: dict[str, Any] = {}
+    if own.gpus:
+        if len(own.gpus) > 1 or any(field.startswith(("--topology", "--devices")) for field in fields):
+            raise ConfigError("plan --gpus takes one number, and decides --topology and --devices: leave them out")
+        config, found = plan.split(config, own.gpus[0], rates)
+    return plan.plan(config, rates, own.gpu_memory_gib) | found
 
 
 def prepare_command(arguments: list[str]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from dflash.simulation import Fleet
 __all__ = ["Rates", "options", "plan", "read_rates", "simulated"]
 
 GIB = 2**30
+SIMULATED_GPUS = [8, 64, 512, 1024]
 
 
 def plan(config: RunConfig, rates: Rates | None = None, gpu_memory_gib: float | None = None) -> dict[str, Any]:
@@ -61,6 +62,28 @@ def plan(config: RunConfig, rates: Rates | None = None, gpu_memory_gib: float | 
         "failed": too_small,
         "advice": _advice(config, sizes, gpu_memory_gib) if gpu_memory_gib is not None and too_small else None,
     }
+
+
+def split(config: RunConfig, gpus: int, rates: Rates | None = None) -> tuple[RunConfig, dict[str, Any]]:
+    """The same run on `gpus` GPUs, one a worker, at the topology of most tokens per second; and what each topology gives.
+
+    Without rates both stages are taken to do as many TFLOP/s, and the figures only compare. Raises ConfigError for less than 2.
+    """
+    if gpus < 2:
+        raise ConfigError(f"--gpus is {gpus}: a target and a drafter on GPUs of their own need 2; leave it out to share one")
+    settings = _target_config(config.target)
+    sizes = sizes_of(config, settings)
+    work = work_of(config, sizes, text_config_of(settings))
+    known = rates or Rates(drafter_tflops=1, target_tflops=1, compiled_target_tflops=1, update_seconds_per_parameter=0)
+    runs = [dataclasses.replace(config, topology=f"{n}t+{gpus - n}d", devices="cuda") for n in range(1, gpus)]
+    speeds = [speed_of(run, sizes, work, known, *devices_of(run))["tokens_per_second"] for run in runs]
+    best = speeds.index(max(speeds))
+    splits = [
+        {"topology": run.topology, "tokens_per_second": speed if rates else None, "of_the_best": speed / speeds[best]}
+        for run, speed in zip(runs, speeds, strict=True)
+    ]
+    by = "measured rates" if rates else "useful work alone, because no --rates FILE is given"
+    return runs[best], {"recommended_topology": runs[best].topology, "recommended_by": by, "splits": splits}
 
 
 def devices_of(config: RunConfig) -> tuple[list[str], list[str]]:
@@ -109,13 +132,21 @@ def work_of(config: RunConfig, sizes: Sizes, text: Any) -> dict[str, float]:
     return {"target": data.rows_per_batch * forward, "drafter": data.rows_per_batch * step}
 
 
+_OF_A_RUN = {"--rates", "--gpu-memory-gib"}
+_OF_A_SIMULATION = {
+    *("--gpus-per-node", "--link-gb-per-second", "--network-gb-per-second"),
+    *("--states-gb", "--gradients-gb", "--spread"),
+}
+
+
 def options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The plan's own options, and the rest: those of `train`."""
+    """The plan's own options, and the rest: those of `train`. Raises ConfigError for options that the others leave unused."""
     parser = argparse.ArgumentParser(prog="python -m dflash plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--rates", type=Path, help="figures of regression.bench, measured on such a GPU")
     parser.add_argument("--gpu-memory-gib", type=float, help="what a GPU has: exit code 1 where a device needs more")
     parser.add_argument("--simulate", type=Path, nargs="+", metavar="RUN", help="foretell larger runs by the stage times of runs")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 1024], help="--simulate: how many (8 64 512 1024)")
+    numbers = "how many: the best targets and drafters on them; with --simulate several (8 64 512 1024)"
+    parser.add_argument("--gpus", type=int, nargs="+", help=numbers)
     parser.add_argument("--gpus-per-node", type=int, default=8, help="--simulate: of a machine (8)")
     parser.add_argument("--link-gb-per-second", type=float, default=400.0, help="--simulate: inside a machine (400)")
     parser.add_argument("--network-gb-per-second", type=float, default=50.0, help="--simulate: a GPU to another machine (50)")
@@ -124,7 +155,17 @@ def options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--spread", type=float, default=0.05, help="--simulate: of stage times, where a run does not tell it (0.05)"
     )
-    return parser.parse_known_args(arguments)
+    own, fields = parser.parse_known_args(arguments)
+    given = {argument.partition("=")[0] for argument in arguments}
+    unused = given & (_OF_A_RUN if own.simulate else _OF_A_SIMULATION)
+    if unused:
+        what = (
+            "a plan of one run, without --simulate" if own.simulate else "--simulate RUN...; a run's devices are its --topology's"
+        )
+        raise ConfigError(f"{' '.join(sorted(unused))}: for {what}")
+    if given & {"-h", "--help"}:
+        parser.print_help()
+    return own, fields
 
 
 def simulated(own: argparse.Namespace) -> dict[str, Any]:
@@ -139,7 +180,7 @@ def simulated(own: argparse.Namespace) -> dict[str, Any]:
         states_bytes=own.states_gb * 1e9,
         gradient_bytes=own.gradients_gb * 1e9,
     )
-    return report(own.simulate, own.gpus, fleet, spread=own.spread)
+    return report(own.simulate, own.gpus or SIMULATED_GPUS, fleet, spread=own.spread)
 
 
 def _advice(config: RunConfig, sizes: Sizes, gpu_memory_gib: float) -> str | None:

@@ -87,7 +87,7 @@ def read_rates(path: Path) -> Rates:
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"{path} holds no rates ({type(error).__name__}: {error}): write it on such a GPU with "
-            f"python -m regression.bench drafter_step target_forward --json {path}"
+            f"python -m regression.bench drafter_step target_forward --json FILE"
         ) from error
 
 

@@ -223,3 +223,36 @@ def test_a_drafter_that_does_not_fit_is_told_to_share_and_then_fits() -> None:
     assert len({shared["memory_gib"][f"cuda:{number}"] for number in range(1, 5)}) == 1  # no drafter holds more than another
     assert "not enough" in plan.plan(wide, gpu_memory_gib=12)["advice"]
     assert "a multiple of 4" in plan.plan(dataclasses.replace(wide, optim=qwen3_8b().optim), gpu_memory_gib=24)["advice"]
+
+
+def test_so_many_gpus_are_split_as_the_work_asks_and_the_plan_is_of_the_best_split() -> None:
+    rates = Rates(drafter_tflops=500, target_tflops=500, compiled_target_tflops=500, update_seconds_per_parameter=1.2e-11)
+    for gpus in (2, 8):
+        run, found = plan.split(qwen3_8b(), gpus, rates)
+        assert run.topology == found["recommended_topology"]
+        assert [row["topology"] for row in found["splits"]] == [f"{n}t+{gpus - n}d" for n in range(1, gpus)]
+        speeds = {row["topology"]: row["tokens_per_second"] for row in found["splits"]}
+        assert speeds[run.topology] == max(speeds.values())
+        planned = plan.plan(run, rates)
+        assert planned["speed"]["tokens_per_second"] == speeds[run.topology]
+        assert len(planned["memory_gib"]) == gpus
+    by_work = plan.split(qwen3_8b(), 8)[1]
+    assert by_work["splits"][0]["tokens_per_second"] is None
+    assert "no --rates" in by_work["recommended_by"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "1"], "need 2"),
+        (["--gpus", "8", "16"], "one number"),
+        (["--gpus", "8", "--topology", "5t+3d"], "leave them out"),
+        (["--states-gb", "3"], "--states-gb: for --simulate"),
+        (["--simulate", "run", "--rates", "x"], "--rates: for a plan of one run"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["plan", "--preset", "qwen3-8b", *arguments]) == 2
+    assert message in capsys.readouterr().err
