@@ -2,9 +2,10 @@
 
 A part is read from some lines before it, which brings the readers of tracebacks and dumps to the state that they would have
 there, and on behind its end until all that began in it has ended. What begins in a part is counted by that part only, so
-nothing is lost at a cut or counted twice. What is found is what one process finds, with these limits: a chain of tracebacks or
-a dump of more than `_BEFORE_BYTES` at a cut is read from a later line on; of more than 500 signatures others may be left
-ungrouped. Standard input, small files and other encodings than UTF-8 and Latin-1 are read by one process.
+nothing is lost at a cut or counted twice. What is found is what one process finds, with these limits: whose a frame is, where
+tracebacks of one stream were cut, can hang on lines far before, so that counts of such logs differ by a percent or so; of more
+than 500 signatures others may be left ungrouped. Standard input, small files and other encodings than UTF-8 and Latin-1 are read
+by one process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from diagnostics.logs.reader import BLOCK_BYTES, HEAD_BYTES, pieces, whole_lines
 from diagnostics.logs.search import LogSearch
 
 _PART_BYTES = 1 << 24
-_BEFORE_BYTES = 1 << 19  # read before a part: more than the 1000 lines after which what is open is given up
+_BEFORE_BYTES, _MOST_BEFORE_BYTES = 1 << 19, 1 << 23  # read before a part: this, or more
+_BEFORE_LINES = 8000  # where the bytes allow
 _BEHIND_BYTES = 1 << 16  # read at once behind a part
 _MAX_PROCESSES = 16
 _ENCODING = "utf-8"
@@ -114,7 +116,7 @@ def _read_part(part: _Part) -> _Found:
     """What begins in a part."""
     search, decode = LogSearch(str(part.path), Groups()), decoder(_ENCODING)
     with part.path.open("rb") as file:
-        file.seek(max(0, part.begin - _BEFORE_BYTES))
+        file.seek(_begin_before(file, part.begin))
         search.counted = range(0)
         for block in whole_lines(pieces(file, part.begin), decode):
             search.read_block(block)
@@ -130,6 +132,17 @@ def _read_part(part: _Part) -> _Found:
             search.read_block(block)
         search.finish()
     return _Found(search.groups, lines_before, lines - lines_before, num_bytes)
+
+
+def _begin_before(file: BinaryIO, begin: int) -> int:
+    """Where reading begins for the state at byte `begin`."""
+    most = max(0, begin - _MOST_BEFORE_BYTES)
+    file.seek(most)
+    text = file.read(begin - most)
+    at = len(text)
+    for _ in range(_BEFORE_LINES):
+        at = text.rfind(b"\n", 0, max(at, 0))
+    return min(max(0, begin - _BEFORE_BYTES), most + at + 1)
 
 
 def _leave_interrupts() -> None:

@@ -64,6 +64,8 @@ class TracebackReader:
         if stream is None:
             return False
         one = stream.open[0]
+        if number - one.traceback.last_line > MAX_QUIET_LINES:
+            return False
         if template.is_ == SOURCE:
             if stream.at - one.touched >= MAX_SOURCE_LINES:
                 return False
@@ -90,6 +92,7 @@ class TracebackReader:
             if line.shape.is_ not in _BEGINNINGS:
                 return False
             stream = self.streams[name] = Stream(last_line=number)
+        stream.give_up_quiet(number, done)
         stream.at += 1
         used = _feed(stream, line, number, done)
         if used:
@@ -151,7 +154,7 @@ def _feed(stream: Stream, line: Line, number: int, done: list[Traceback]) -> boo
         return True
     stream.end_message(done)
     source = is_ == SOURCE or (shape.exception is not None and shape.exception.source)
-    return _pass(stream, number, source or (is_ == BEGINS_FRAME and text.startswith(" ")), bool(text), done)
+    return _pass(stream, number, source or (is_ == BEGINS_FRAME and text.startswith(" ")), bool(text))
 
 
 def _take(stream: Stream, line: Line, number: int, text: str, shape: Shape, done: list[Traceback]) -> bool:
@@ -239,7 +242,7 @@ def _wrapped(stream: Stream, text: str, shape: Shape) -> Frame | None:
     return shape.frame
 
 
-def _pass(stream: Stream, number: int, source: bool, filled: bool, done: list[Traceback]) -> bool:
+def _pass(stream: Stream, number: int, source: bool, filled: bool) -> bool:
     """A source line or carets, which belong to a traceback, or something else between its lines, which does not."""
     used = False
     if stream.open:
@@ -247,7 +250,6 @@ def _pass(stream: Stream, number: int, source: bool, filled: bool, done: list[Tr
         used = source and stream.is_near(newest)
         if used and not newest.piece:
             newest.touch(number, stream.at)
-    stream.give_up_quiet(number, done)
     if filled and not stream.open and stream.before is None:
         stream.thread = ""
     return used
