@@ -113,7 +113,7 @@ def _drafter_loop(
             if is_leader:
                 with events.span("drafter.step", step=step):
                     go_on = run.finish_step(step)
-                worker.settle()
+                worker.settle()  # the step has waited for the device: what times this worker reads its events now
                 if not go_on:
                     run.queue.stop()
             barrier.wait()
