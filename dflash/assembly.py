@@ -15,7 +15,7 @@ import torch
 from dflash import events
 from dflash.batch import Example, PackedBatch, TargetStates
 from dflash.compile_policy import CompilePolicy
-from dflash.config import RunConfig
+from dflash.config import RunConfig, TargetConfig
 from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta
 from dflash.data.meta import Split
 from dflash.data.packing import PackedStream
@@ -26,6 +26,7 @@ from dflash.engine.loops import TargetWorker
 from dflash.features import Belongs, FeatureReader, FeatureStore
 from dflash.modeling.shape import DrafterShape
 from dflash.modeling.target import (
+    RANDOM_PREFIX,
     FrozenEnds,
     TargetRunner,
     drafter_shape,
@@ -84,13 +85,13 @@ class Parts:
 def build(config: RunConfig, placement: Placement, policy: CompilePolicy, *, leads: bool = True) -> Parts:
     """Load and connect everything that runs in this process. Raises ConfigError or DataError where two parts do not fit.
 
-    A process without targets still loads one, on the CPU, for its shape and ends; only the one that leads lists what is skipped.
+    A process without targets still loads one for its shape and ends; only the one that leads lists what is skipped.
     """
     models = []
     for number, device in enumerate(placement.targets):
         events.record("phase", text=f"loading target {number + 1} of {len(placement.targets)} on {device}")
         models.append(load_target(config.target, device=device if config.target.tensor_parallel == 1 else "cpu"))
-    model, tokenizer = models[0] if models else load_target(config.target, device="cpu")
+    model, tokenizer = models[0] if models else load_target(config.target, device=_ends_device(config.target, placement))
     settings = text_config(model)
     mask_token_id = resolve_mask_token_id(config.target, tokenizer, settings.vocab_size)
     shape = drafter_shape(model, config.drafter, mask_token_id)
@@ -118,6 +119,10 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy, *, lea
         compiled = policy.compiled if config.compile.target else None
         runner = TargetRunner(target, shape.target_layer_ids, keep_final_hidden=config.loss.kind == "kl", compiled=compiled)
         targets.append(TargetModelWorker(f"target-{number}", runner, stream, device, policy, tiles_of=tiles_of))
+    if not models and model.device.type == "cuda":  # its memory is the drafter's again, and no part of the run's peak
+        device, model = model.device, None
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     return Parts(
         shape=shape,
         stream=stream,
@@ -129,6 +134,15 @@ def build(config: RunConfig, placement: Placement, policy: CompilePolicy, *, lea
         tiles_of=tiles_of,
         tp_plan=tp_plan,
     )
+
+
+def _ends_device(target: TargetConfig, placement: Placement) -> torch.device:
+    """Where a process without targets loads one: files to the CPU, random weights where targets draw theirs.
+
+    A CPU draws other numbers from the same seed, and takes minutes for billions of them.
+    """
+    is_drawn = target.path.startswith(RANDOM_PREFIX) and target.tensor_parallel == 1
+    return placement.drafters[0] if is_drawn else torch.device("cpu")
 
 
 def _ends_dtype(device: torch.device) -> torch.dtype:

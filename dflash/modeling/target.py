@@ -20,6 +20,7 @@ from dflash.modeling.runner import TargetRunner, supports_packing
 from dflash.modeling.shape import DrafterShape
 
 __all__ = [
+    "RANDOM_PREFIX",
     "RANDOM_TARGETS",
     "FrozenEnds",
     "TargetDescription",
@@ -34,7 +35,7 @@ __all__ = [
     "text_decoder",
 ]
 
-_RANDOM_PREFIX = "random:"
+RANDOM_PREFIX = "random:"
 _PACKAGE_PREFIX = "package:"
 # transformers sets the default dtype of the process while it builds a model, and random weights use the global generator.
 _loading = threading.Lock()
@@ -53,7 +54,7 @@ def load_target(config: TargetConfig, *, device: torch.device | str) -> tuple[An
     dtype = getattr(torch, config.dtype)
     config = _in_package(config) if config.path.startswith(_PACKAGE_PREFIX) else config
     with _loading:
-        if config.path.startswith(_RANDOM_PREFIX):
+        if config.path.startswith(RANDOM_PREFIX):
             model, tokenizer = _random(config, dtype, device), None
         else:
             model, tokenizer = _pretrained(config, dtype, device)
@@ -75,7 +76,7 @@ def describe_target(config: TargetConfig) -> tuple[TargetDescription, Any]:
 
     Raises ConfigError when they are not there, and for random weights, which no server has.
     """
-    if not config.path or config.path.startswith(_RANDOM_PREFIX):
+    if not config.path or config.path.startswith(RANDOM_PREFIX):
         raise ConfigError(f"target.path is {config.path!r}: a server needs a target with tokenizer, a directory or hub name")
     config = _in_package(config) if config.path.startswith(_PACKAGE_PREFIX) else config
     source = {} if config.gguf_file is None else {"gguf_file": config.gguf_file}
@@ -127,7 +128,7 @@ def resolve_mask_token_id(config: TargetConfig, tokenizer: Any, vocab_size: int)
 
 
 def _random(config: TargetConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    name = config.path.removeprefix(_RANDOM_PREFIX)
+    name = config.path.removeprefix(RANDOM_PREFIX)
     if name not in RANDOM_TARGETS:
         raise ConfigError(f"target.path is {config.path!r}: known random targets are {', '.join(RANDOM_TARGETS)}")
     if config.gguf_file is not None:

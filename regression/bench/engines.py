@@ -7,8 +7,7 @@ One target and one drafter train until they are steady and are then measured, in
 count from the start of the command. Processor time is of all its processes until they ended, imports and compiling with it;
 memory is the largest sum of their proportional set sizes, sampled. FX errors, recompiles and fallbacks are those that the
 trainer counts in every process. The engines take turns in the order of the table, so a machine that slows down slows the second.
-Known limits: with random weights a drafter's process draws its own copy of the target on the CPU, which takes minutes at the
-real shape: start-up times of processes are then those of the drawing.
+Known limit: with random weights a drafter's process draws the whole target once for its ends, on its own device.
 """
 
 from __future__ import annotations
