@@ -21,7 +21,7 @@ from dflash import checkpoint, events, measuring, resuming, telemetry
 from dflash.arriving import Arriving
 from dflash.assembly import Parts, build
 from dflash.batch import BatchSummary, LossSums, StepStats, TargetStates
-from dflash.checkpoint import CheckpointError, TrainState
+from dflash.checkpoint import TrainState
 from dflash.compile_cache import CompileCache
 from dflash.compile_policy import CompilePolicy
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
@@ -29,6 +29,7 @@ from dflash.data.examples import DataError
 from dflash.device import intra_op_threads
 from dflash.engine.devices import Placement, place
 from dflash.engine.processes import Ranks, joined
+from dflash.errors import CheckpointError
 from dflash.exchange import Engine, ThreadsEngine, report
 from dflash.fx import seams
 from dflash.live_acceptance import LiveAcceptance

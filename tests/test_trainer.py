@@ -13,11 +13,11 @@ from helpers_training import examples_of, make_config, write_synthetic
 
 from dflash import checkpoint, events
 from dflash.__main__ import COMMANDS, main
-from dflash.checkpoint import CheckpointError
 from dflash.config import ConfigError, RunConfig, to_dict
 from dflash.data.examples import DataError, Meta, write_examples
 from dflash.data.packing import PackedStream
 from dflash.engine.queue import WorkerFailed
+from dflash.errors import CheckpointError
 from dflash.stopping import stop_on_signals
 from dflash.trainer import train
 from dflash.worker import DrafterModelWorker, NonFiniteError

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dflash.batch import Example
-from dflash.checkpoint import CheckpointError, load_drafter
+from dflash.checkpoint import load_drafter
 from dflash.command_config import EvaluateConfig
 from dflash.config import ConfigError, RunConfig
 from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta
@@ -36,6 +36,7 @@ from dflash.decoding.plots import acceptance_svg, budget_svg
 from dflash.decoding.rounds import Drafting, Generation, Wanted, decode
 from dflash.decoding.summary import Result, show, summarise
 from dflash.device import parse_device
+from dflash.errors import CheckpointError
 from dflash.files import write_whole
 from dflash.modeling.drafter import Drafter, DrafterShape
 from dflash.modeling.shape import misfit
