@@ -26,7 +26,7 @@ from dflash.compile_cache import CompileCache
 from dflash.compile_policy import CompilePolicy
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.data.examples import DataError
-from dflash.device import intra_op_threads
+from dflash.device import intra_op_threads, usable_cores
 from dflash.engine.devices import Placement, place
 from dflash.engine.processes import Ranks, joined
 from dflash.errors import CheckpointError
@@ -243,6 +243,7 @@ class Trainer:
             "engine": self._config.engine,
             "topology": str(Topology.parse(self._config.topology)),
             "devices": list(engine.devices),
+            "leaders_machine": {"cores": usable_cores(), "workers": engine.workers_here},
             "steps": self._steps_done,
             "stopped_early": self._steps_done < self._config.optim.steps,
             "tokens": tally.tokens,

@@ -85,6 +85,7 @@ def test_the_result_has_the_promised_keys_and_counts_every_token(tmp_path: Path)
     assert (result["recompiles_after_warmup"], result["fallbacks"], result["fx_errors"]) == (0, 0, 0)
     assert result["compiles_in_warmup"] >= 1
     assert Path(result["checkpoint"]).is_dir()
+    assert result["leaders_machine"] == {"cores": len(os.sched_getaffinity(0)), "workers": len(result["workers"])}
 
 
 def test_loading_and_warm_up_say_what_takes_so_long(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
