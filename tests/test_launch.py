@@ -81,7 +81,8 @@ from dflash.__main__ import main
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": ""}
 for flags in (["--topology", "1t+1d"], ["--topology", "0t+1d", "--data.features", "x", "--output", sys.argv[1]],
-              ["--topology", "1t+1d", "--devices", "cuda"]):
+              ["--topology", "1t+1d", "--devices", "cuda"],
+              ["--topology", "0t+1d", "--data.features", "x", "--data.path", sys.argv[1], "--output", sys.argv[2]]):
     try:
         main(["train", "--preset", "tiny-cpu", "--engine", "processes", *flags])
         raise AssertionError(flags)
@@ -91,16 +92,17 @@ for flags in (["--topology", "1t+1d"], ["--topology", "0t+1d", "--data.features"
 """
 
 
-def test_ranks_look_at_workers_storage_and_devices_before_they_import_what_takes_long(tmp_path: Path) -> None:
+def test_ranks_look_at_workers_storage_devices_and_data_before_they_import_what_takes_long(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    command = (sys.executable, "-c", BAD_STARTS, str(tmp_path / "file" / "run"))
+    command = (sys.executable, "-c", BAD_STARTS, str(tmp_path / "file" / "run"), str(tmp_path / "run"))
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    workers, storage, device = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    workers, storage, device, data = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "has 2 workers, torchrun started 1 processes" in workers
     assert "cannot write to the output directory" in storage
     assert "needs a GPU for each of the 1 processes" in device
+    assert f"{tmp_path / 'file' / 'run'} is not a directory of prepared data" in data
 
 
 def test_differences_name_the_value_and_both_ranks() -> None:
