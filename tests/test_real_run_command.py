@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fixtures.real_run import training
+from fixtures.real_run import ablations, evaluating, training
 from fixtures.real_run.__main__ import main
 from fixtures.real_run.results import keep
 from fixtures.real_run.settings import Settings
@@ -97,6 +97,17 @@ def test_what_a_later_stage_would_refuse_is_refused_before_any_work(
     assert code == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_stages_that_have_nothing_left_to_do_need_no_input(tmp_path: Path) -> None:
+    settings = Settings.parse(["--preset", "tiny-cpu", "--output", str(tmp_path)], None)[0]
+    numbers = {"tau": 2.0, "trees": [], "speedup_over_plain": 1.0}
+    for way in settings.ways:
+        keep(evaluating.result_file(settings, "b8", way), evaluating.needs(settings, way, settings.run), numbers)
+    (tmp_path / "ablations").mkdir()
+    for name in ablations.VARIANTS:
+        keep(ablations.result_file(settings, name), ablations.needs(settings), numbers)
+    assert main(["--preset", "tiny-cpu", "--output", str(tmp_path), "--stage", "evaluate", "ablations"]) == 0
 
 
 def test_other_steps_are_refused_by_the_command_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
