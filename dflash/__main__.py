@@ -3,6 +3,9 @@
 Progress and errors go to stderr; the last line of stdout is the result as one JSON object. Exit codes: 0 fine, 1 the run
 failed, found an FX error or lost tokens in float32, or a check failed, 2 bad usage or input, 3 asked to measure or check
 and could not, 130 interrupted.
+
+Each command imports what takes seconds (torch, transformers) when its flags are known to be good, and ranks of a run when they
+have agreed with the others: help and bad input are told at once.
 """
 
 from __future__ import annotations
@@ -22,15 +25,13 @@ from typing import Any, Literal
 import tyro
 from safetensors import SafetensorError
 
-from dflash import checkpoint, events, presets
+from dflash import events, plan_options, presets
 from dflash.checking.settings import CheckConfig
-from dflash.checkpoint import CheckpointError
 from dflash.command_config import EvaluateConfig, PrepareConfig
 from dflash.config import ConfigError, RunConfig, TargetConfig
-from dflash.data.examples import DataError
-from dflash.data.meta import PrepareFailed
+from dflash.data.meta import DataError, PrepareFailed
 from dflash.engine.queue import WorkerFailed
-from dflash.modeling.contract import ContractError, write_export
+from dflash.errors import CheckpointError, ContractError
 
 USAGE = """usage: python -m dflash COMMAND ...
   prepare   prompts to conversations answered by the target: --prompts FILE --output DIR --target.path TARGET
@@ -99,7 +100,7 @@ def train_command(arguments: list[str]) -> dict[str, Any] | None:
     """`train`: the preset's fields are the defaults of the flags."""
     config = _train_config(arguments)
     if config.engine == "processes":
-        from dflash.engine.processes import joined  # noqa: PLC0415 - torch and transformers take seconds; --help should not
+        from dflash.engine.processes import joined  # noqa: PLC0415 - torch takes seconds; --help should not
 
         with joined(config) as ranks:  # before the long imports: what is wrong with the start is said at once
             from dflash.trainer import train_rank  # noqa: PLC0415 - see above
@@ -112,35 +113,36 @@ def train_command(arguments: list[str]) -> dict[str, Any] | None:
 
 def capture_command(arguments: list[str]) -> dict[str, Any]:
     """`capture`: fields as in `train`."""
+    config = tyro.cli(RunConfig, prog="python -m dflash capture", default=_preset_of(arguments), args=arguments)
     from dflash.capture import capture  # noqa: PLC0415 - see train_command
 
-    return capture(tyro.cli(RunConfig, prog="python -m dflash capture", default=_preset_of(arguments), args=arguments))
+    return capture(config)
 
 
 def plan_command(arguments: list[str]) -> dict[str, Any]:
     """`plan`: fields as in `train`."""
-    from dflash import plan  # noqa: PLC0415 - see train_command
-
-    own, fields = plan.options(arguments)
+    own, fields = plan_options.options(arguments)
     if own.simulate:
         if fields:
             raise ConfigError(f"plan --simulate takes no fields of a run, found {shlex.join(fields)}: the runs hold theirs")
-        return plan.simulated(own)
+        return plan_options.simulated(own)
     config = tyro.cli(RunConfig, prog="python -m dflash plan", default=_preset_of(fields), args=fields)
+    if own.gpus and (len(own.gpus) > 1 or any(field.startswith(("--topology", "--devices")) for field in fields)):
+        raise ConfigError("plan --gpus takes one number, and decides --topology and --devices: leave them out")
+    from dflash import plan  # noqa: PLC0415 - see train_command
+
     rates = plan.read_rates(own.rates) if own.rates else None
     found: dict[str, Any] = {}
     if own.gpus:
-        if len(own.gpus) > 1 or any(field.startswith(("--topology", "--devices")) for field in fields):
-            raise ConfigError("plan --gpus takes one number, and decides --topology and --devices: leave them out")
         config, found = plan.split(config, own.gpus[0], rates)
     return plan.plan(config, rates, own.gpu_memory_gib) | found
 
 
 def prepare_command(arguments: list[str]) -> dict[str, Any]:
     """`prepare`."""
+    config = tyro.cli(PrepareConfig, prog="python -m dflash prepare", args=arguments)
     from dflash.data.prepare import prepare  # noqa: PLC0415 - see train_command
 
-    config = tyro.cli(PrepareConfig, prog="python -m dflash prepare", args=arguments)
     try:
         return prepare(config)
     except PrepareFailed as failure:
@@ -150,14 +152,18 @@ def prepare_command(arguments: list[str]) -> dict[str, Any]:
 
 def evaluate_command(arguments: list[str]) -> dict[str, Any]:
     """`evaluate`."""
+    config = tyro.cli(EvaluateConfig, prog="python -m dflash evaluate", args=arguments)
     from dflash.decoding.evaluate import evaluate  # noqa: PLC0415 - see train_command
 
-    return evaluate(tyro.cli(EvaluateConfig, prog="python -m dflash evaluate", args=arguments))
+    return evaluate(config)
 
 
 def export_command(arguments: list[str]) -> dict[str, Any]:
     """`export`."""
     config = tyro.cli(ExportConfig, prog="python -m dflash export", args=arguments)
+    from dflash import checkpoint  # noqa: PLC0415 - see train_command
+    from dflash.modeling.contract import write_export  # noqa: PLC0415 - see train_command
+
     directory = checkpoint.resolve(config.run, config.checkpoint)
     state = checkpoint.load(directory)
     shape = checkpoint.shape_of(state)
@@ -173,17 +179,18 @@ def export_command(arguments: list[str]) -> dict[str, Any]:
 
 def check_command(arguments: list[str]) -> dict[str, Any]:
     """`check`."""
+    config = tyro.cli(CheckConfig, prog="python -m dflash check", args=arguments)
     from dflash.checking.runner import check  # noqa: PLC0415 - see train_command
 
-    return check(tyro.cli(CheckConfig, prog="python -m dflash check", args=arguments))
+    return check(config)
 
 
 def import_command(arguments: list[str]) -> dict[str, Any]:
     """`import`."""
-    from dflash.interchange.convert import convert  # noqa: PLC0415 - see train_command
-
     config = tyro.cli(ImportConfig, prog="python -m dflash import", args=arguments)
     target = TargetConfig(path=config.target, gguf_file=config.gguf_file, dtype=config.dtype)
+    from dflash.interchange.convert import convert  # noqa: PLC0415 - see train_command
+
     return convert(config.source, config.out, target)
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash.config import RunConfig, run_config_from_dict, to_dict
+from dflash.errors import CheckpointError
 from dflash.files import as_others_are, sync
 from dflash.modeling.drafter import Drafter, DrafterShape
 
@@ -32,10 +33,6 @@ FORMAT = "dflash-harness checkpoint 1"
 MARKER = "COMPLETE"
 EARLIER = "use an earlier one: remove this directory, and --resume goes on from the one before"
 FILES = ("drafter.safetensors", "optimizer.safetensors", "state.json")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found, or trusted; the message says why and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)

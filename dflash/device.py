@@ -36,6 +36,11 @@ def require_gpus(needed: int, who: str) -> None:
         )
 
 
+def usable_cores() -> int:
+    """Logical cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextlib.contextmanager
 def intra_op_threads(devices: str, count: int) -> Iterator[None]:
     """Intra-op threads of each worker inside the block; only where the workers are CPU threads (`devices` is "cpu")."""

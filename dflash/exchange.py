@@ -70,6 +70,7 @@ class Engine(Protocol):
     num_devices: int
     num_targets: int
     num_drafters: int
+    workers_here: int  # on the machine of this process
 
     def states_to_warm_up(self, number: int) -> TargetStates:
         """The states of a training micro-batch."""
@@ -124,6 +125,7 @@ class ThreadsEngine:
         self.devices = [str(device) for device in (*placement.targets, *placement.drafters)]
         self.num_devices = placement.num_devices
         self.num_targets, self.num_drafters = len(placement.targets), len(placement.drafters)
+        self.workers_here = len(self.devices)
         self._policy = policy
         self._run: ThreadsRun | None = None
 

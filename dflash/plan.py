@@ -15,9 +15,7 @@ of 4 for a model of 135M parameters, which keeps the GPU less busy: `cautions` s
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +29,10 @@ from dflash.modeling.shape import DrafterShape
 from dflash.modeling.work import drafter_step_tflop, target_forward_tflop
 from dflash.plan_memory import Sizes, memory_of
 from dflash.plan_speed import Rates, read_rates, speed_of
-from dflash.simulated_runs import report
-from dflash.simulation import Fleet
 
-__all__ = ["Rates", "options", "plan", "read_rates", "simulated"]
+__all__ = ["Rates", "plan", "read_rates", "split"]
 
 GIB = 2**30
-SIMULATED_GPUS = [8, 64, 512, 1024]
 
 
 def plan(config: RunConfig, rates: Rates | None = None, gpu_memory_gib: float | None = None) -> dict[str, Any]:
@@ -130,57 +125,6 @@ def work_of(config: RunConfig, sizes: Sizes, text: Any) -> dict[str, float]:
     step = drafter_step_tflop(sizes.shape, context=data.sequence_length, anchors=data.num_anchors, visible_pairs=pairs)
     forward = target_forward_tflop(text, layers=sizes.target_layers, tokens=data.sequence_length)
     return {"target": data.rows_per_batch * forward, "drafter": data.rows_per_batch * step}
-
-
-_OF_A_RUN = {"--rates", "--gpu-memory-gib"}
-_OF_A_SIMULATION = {
-    *("--gpus-per-node", "--link-gb-per-second", "--network-gb-per-second"),
-    *("--states-gb", "--gradients-gb", "--spread"),
-}
-
-
-def options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The plan's own options, and the rest: those of `train`. Raises ConfigError for options that the others leave unused."""
-    parser = argparse.ArgumentParser(prog="python -m dflash plan", add_help=False, allow_abbrev=False)
-    parser.add_argument("--rates", type=Path, help="figures of regression.bench, measured on such a GPU")
-    parser.add_argument("--gpu-memory-gib", type=float, help="what a GPU has: exit code 1 where a device needs more")
-    parser.add_argument("--simulate", type=Path, nargs="+", metavar="RUN", help="foretell larger runs by the stage times of runs")
-    numbers = "how many: the best targets and drafters on them; with --simulate several (8 64 512 1024)"
-    parser.add_argument("--gpus", type=int, nargs="+", help=numbers)
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="--simulate: of a machine (8)")
-    parser.add_argument("--link-gb-per-second", type=float, default=400.0, help="--simulate: inside a machine (400)")
-    parser.add_argument("--network-gb-per-second", type=float, default=50.0, help="--simulate: a GPU to another machine (50)")
-    parser.add_argument("--states-gb", type=float, default=0.0, help="--simulate: target states of a micro-batch (0)")
-    parser.add_argument("--gradients-gb", type=float, default=0.0, help="--simulate: gradients of a drafter (0)")
-    parser.add_argument(
-        "--spread", type=float, default=0.05, help="--simulate: of stage times, where a run does not tell it (0.05)"
-    )
-    own, fields = parser.parse_known_args(arguments)
-    given = {argument.partition("=")[0] for argument in arguments}
-    unused = given & (_OF_A_RUN if own.simulate else _OF_A_SIMULATION)
-    if unused:
-        what = (
-            "a plan of one run, without --simulate" if own.simulate else "--simulate RUN...; a run's devices are its --topology's"
-        )
-        raise ConfigError(f"{' '.join(sorted(unused))}: for {what}")
-    if given & {"-h", "--help"}:
-        parser.print_help()
-    return own, fields
-
-
-def simulated(own: argparse.Namespace) -> dict[str, Any]:
-    """What `--simulate` asks for. Raises ConfigError."""
-    positive = (own.gpus_per_node, own.link_gb_per_second, own.network_gb_per_second)
-    if min(positive) <= 0 or min(own.states_gb, own.gradients_gb, own.spread) < 0:
-        raise ConfigError("--simulate: machines and links must be above 0, sizes and spread 0 or more")
-    fleet = Fleet(
-        gpus_per_node=own.gpus_per_node,
-        link_gb_per_second=own.link_gb_per_second,
-        network_gb_per_second=own.network_gb_per_second,
-        states_bytes=own.states_gb * 1e9,
-        gradient_bytes=own.gradients_gb * 1e9,
-    )
-    return report(own.simulate, own.gpus or SIMULATED_GPUS, fleet, spread=own.spread)
 
 
 def _advice(config: RunConfig, sizes: Sizes, gpu_memory_gib: float) -> str | None:

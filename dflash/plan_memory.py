@@ -21,6 +21,9 @@ from dflash.modeling.loss import chunks
 from dflash.modeling.shape import DrafterShape
 
 _FP8, _BF16, _FP32 = 1, 2, 4
+# Of a drafter in threads: the micro-batch that it is at, and the one before, until the GPU is done with it (`dflash.worker`).
+_HELD = 2
+_SENT = 3  # of a target in processes: one is made while two are on their way (`dflash.engine.transport`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,24 +40,33 @@ class Sizes:
 def memory_of(config: RunConfig, sizes: Sizes, targets: Sequence[str], drafters: Sequence[str]) -> dict[str, dict[str, int]]:
     """Bytes on every device by part."""
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    queued = -(-config.telemetry.queue_items // len(targets)) * _features(config, sizes)
     for device in targets:
-        for name, size in {**_of_target(config, sizes), "features in the queue": queued}.items():
+        for name, size in {**_of_target(config, sizes), **_made(config, sizes, len(targets), len(drafters))}.items():
             found[device][name] += size
     for number, device in enumerate(drafters):
         for name, size in _of_drafter(config, sizes, leads=number == 0).items():
             found[device][name] += size
-        if device not in targets:
-            found[device]["features of a micro-batch"] += _features(config, sizes)
+        if config.engine == "processes":
+            found[device]["features that arrive"] += -(-config.telemetry.queue_items // len(drafters)) * _features(config, sizes)
+        elif device not in targets:
+            found[device]["features of two micro-batches"] += _HELD * _features(config, sizes)
     return {device: dict(parts) for device, parts in found.items()}
 
 
 def _of_target(config: RunConfig, sizes: Sizes) -> dict[str, int]:
     shape, tokens = sizes.shape, config.data.rows_per_batch * config.data.sequence_length
     width = 3 * shape.intermediate_size + 6 * shape.hidden_size  # of one layer: gate, up, product; norms, residuals, attention
-    made = _features(config, sizes)
     value: int = getattr(torch, config.target.dtype).itemsize
-    return {"target: weights": value * sizes.target_parameters, "target: a forward pass": value * tokens * width + made}
+    return {"target: weights": value * sizes.target_parameters, "target: a forward pass": value * tokens * width}
+
+
+def _made(config: RunConfig, sizes: Sizes, targets: int, drafters: int) -> dict[str, int]:
+    """Features on the device of one of the targets. A queue counts one from when it is begun to when a drafter takes it."""
+    one = _features(config, sizes)
+    if config.engine == "processes":
+        return {"features that are sent": _SENT * one}
+    queued, held = -(-config.telemetry.queue_items // targets), -(-_HELD * drafters // targets)
+    return {"features in the queue": queued * one, "features that drafters hold": held * one}
 
 
 def _of_drafter(config: RunConfig, sizes: Sizes, *, leads: bool) -> dict[str, int]:

@@ -100,6 +100,7 @@ class RanksEngine:
         self.num_targets, self.num_drafters = topology.targets, topology.drafters
         self.num_devices = topology.targets * config.target.tensor_parallel + topology.drafters
         self.devices = [str(ranks.device.type)] * self.num_devices  # each rank has one of its own
+        self.workers_here = ranks.launch.local_world_size
         self._times = WorkerTimes(worker=ranks.worker, device=str(ranks.device))
         self._others: tuple[float, list[WorkerTimes]] = -math.inf, []  # when asked for, of the other ranks
         self._queue: ReceivingQueue | ReadingQueue | None = None

@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 from dflash import checkpoint
-from dflash.checkpoint import CheckpointError, TrainState
+from dflash.checkpoint import TrainState
 from dflash.config import RunConfig
+from dflash.errors import CheckpointError
 
 RESULT_FILE = "result.json"
 

@@ -4,6 +4,7 @@ A run's `result.json` has, for every worker, micro-batches, seconds at work and 
 stage. What a drafter spends at the ends of steps, without saving and decoding, is waiting for the other drafters, which the
 simulation foretells, and the update, which is the rest. Results from before the squares were written have the spread that is
 asked for. On GPUs a lone drafter's last micro-batch of a step may still run when the step is finished, and then counts as update.
+Where workers shared cores or a GPU, `cautions` says so: their times are not those of workers that do not, nor of more of them.
 A run is simulated from its start with as many steps as it had, because its rate counts the filling of the queue.
 """
 
@@ -70,11 +71,34 @@ def report(runs: Sequence[Path], gpus: Sequence[int], fleet: Fleet, *, spread: f
         row: dict[str, Any] = {"run": str(run), "topology": found.topology, "engine": engine_of(result)}
         row |= {"measured_tokens_per_second": rate, "simulated_tokens_per_second": found.tokens_per_second}
         row |= {"ratio": found.tokens_per_second / rate}
+        row |= {"cautions": cautions(result, config)}
         row |= {"measured_queue_occupancy": result["queue_occupancy"], "simulated_queue_occupancy": found.queue_occupancy}
         measured.append({**row, "stages": vars(stages)})
     assert first is not None
     splits = {str(count): [vars(one) for one in best_split(first, count, fleet)] for count in gpus}
     return {"runs": measured, "fleet": vars(fleet), "spread": spread, "best": splits}
+
+
+def cautions(result: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Why the stage times of a run may not be those of workers that have a core or a GPU each."""
+    devices = [str(row.get("device", "an unknown device")) for row in result["workers"]]
+    if all(device == "cpu" for device in devices):
+        return _of_cores(result.get("leaders_machine"), config.get("cpu_threads", 1))
+    shared = sorted({device for device in devices if devices.count(device) > 1})
+    if shared and engine_of(result) == "threads":  # in processes each rank has a GPU of its own
+        return [f"workers shared {', '.join(shared)}: their stage times hold waits for each other, and change where they do not"]
+    return []
+
+
+def _of_cores(machine: dict[str, Any] | None, threads: int) -> list[str]:
+    if machine is None:
+        return ["the run does not say how many cores its workers had (it is of an older version): they may have waited for them"]
+    workers, cores = machine["workers"], machine["cores"]
+    if workers * threads <= cores:
+        return []
+    each = "" if threads == 1 else f" of {threads} threads each"
+    shared = f"{workers} workers{each} shared {cores} cores"
+    return [f"{shared}: their stage times hold waits for a core, and are others with more workers; measure with a core for each"]
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -20,20 +20,22 @@ from safetensors import SafetensorError
 from dflash import checkpoint, events, measuring, resuming, telemetry
 from dflash.arriving import Arriving
 from dflash.assembly import Parts, build
-from dflash.batch import BatchSummary, LossSums, StepStats, TargetStates
-from dflash.checkpoint import CheckpointError, TrainState
+from dflash.batch import LossSums, TargetStates
+from dflash.checkpoint import TrainState
 from dflash.compile_cache import CompileCache
 from dflash.compile_policy import CompilePolicy
 from dflash.config import ConfigError, RunConfig, Topology, to_dict
 from dflash.data.examples import DataError
-from dflash.device import intra_op_threads
+from dflash.device import intra_op_threads, usable_cores
 from dflash.engine.devices import Placement, place
 from dflash.engine.processes import Ranks, joined
+from dflash.errors import CheckpointError
 from dflash.exchange import Engine, ThreadsEngine, report
 from dflash.fx import seams
 from dflash.live_acceptance import LiveAcceptance
 from dflash.ranks import RanksEngine, placement_of, serve
 from dflash.stopping import Stop, stop_on_signals
+from dflash.tally import Tally, step_stats
 from dflash.worker import Contribution, NonFiniteError, add_sums, sum_gradients
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError, SafetensorError, OSError)  # what is told once, with exit code 2
@@ -155,14 +157,8 @@ class Trainer:
         self._optimizer = self._leader.parameters.optimizer(config.optim)
         self._validation: list[TargetStates] = []
         self._steps_done = 0
-        self._tokens = 0
-        self._padding_tokens = 0
-        self._recent_losses: list[float] = []
-        self._empty_steps = 0
+        self._tally = Tally(recent_steps=config.telemetry.log_every_steps)
         self._fx_errors: list[str] = []
-        self._checkpoint_seconds = 0.0
-        self._warmup_seconds = 0.0
-        self._wall_seconds = 0.0
 
     def start(self, resumed: TrainState | None) -> None:
         """Load the resumed state or save the untrained drafter as step 0; measure the held-out batches' target states."""
@@ -184,7 +180,7 @@ class Trainer:
         if self._policy.warms_up:
             with self._policy.in_worker():
                 self._run_everything_once()
-        self._warmup_seconds = time.perf_counter() - started
+        self._tally.warmup_seconds = time.perf_counter() - started
         if self._steps_done == 0 and self._config.checkpoint.keep_untrained and not self._config.measure.on:
             self._save_if_leading(0)
 
@@ -210,7 +206,7 @@ class Trainer:
         try:
             self.engine.run(first_step, self.finish_step)
         finally:
-            self._wall_seconds = time.perf_counter() - self._started
+            self._tally.wall_seconds = time.perf_counter() - self._started
 
     def finish_step(self, step: int) -> bool:
         """Sum, update, copy, report, and save if it is time. Returns whether to go on."""
@@ -237,9 +233,9 @@ class Trainer:
         if reports is None:
             return None
         assert self._acceptance is not None
-        policy, engine = self._policy.report(), self.engine
-        seconds = self._wall_seconds - self._checkpoint_seconds - self._acceptance.seconds
-        rate = self._tokens / seconds if seconds > 0 else 0.0
+        policy, engine, tally = self._policy.report(), self.engine, self._tally
+        seconds = tally.wall_seconds - tally.checkpoint_seconds - self._acceptance.seconds
+        rate = tally.tokens / seconds if seconds > 0 else 0.0
         times = [times for one in reports for times in one.times]
         fx_errors = [error for one in reports for error in one.fx_errors]
         return {
@@ -247,23 +243,24 @@ class Trainer:
             "engine": self._config.engine,
             "topology": str(Topology.parse(self._config.topology)),
             "devices": list(engine.devices),
+            "leaders_machine": {"cores": usable_cores(), "workers": engine.workers_here},
             "steps": self._steps_done,
             "stopped_early": self._steps_done < self._config.optim.steps,
-            "tokens": self._tokens,
-            "padding_tokens": self._padding_tokens,
+            "tokens": tally.tokens,
+            "padding_tokens": tally.padding_tokens,
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / engine.num_devices,
             "tokens_per_second_per_target": rate / engine.num_targets if engine.num_targets else None,
             "tokens_per_second_per_drafter": rate / engine.num_drafters,
-            "loss": _mean(self._recent_losses),
+            "loss": tally.recent_loss,
             "acceptance": self._acceptance.result(),
-            "empty_steps": self._empty_steps,
+            "empty_steps": tally.empty_steps,
             "skipped_examples": self._parts.skipped_examples,
             "seconds": {
                 "training": seconds,
-                "checkpoints": self._checkpoint_seconds,
+                "checkpoints": tally.checkpoint_seconds,
                 "decoding": self._acceptance.seconds,
-                "warmup": self._warmup_seconds,
+                "warmup": tally.warmup_seconds,
             },
             "workers": [vars(each) for each in times],
             "queue_occupancy": engine.queue_stats().mean_occupancy,
@@ -300,7 +297,7 @@ class Trainer:
         sums = LossSums.of_vector(values[:-1])
         empty = float(sums.weight) == 0
         if empty:
-            self._empty_steps += 1
+            self._tally.empty_steps += 1
             events.record("notice", text=f"step {step + 1}: no supervised position in any block, weights unchanged")
         elif not math.isfinite(last):
             self._refuse(step, parts)
@@ -324,9 +321,7 @@ class Trainer:
         batches = tuple(batch for part in parts for batch in part.batches)
         stats = step_stats(step, sums, norm, rate, seconds=now - self._step_started, batches=batches)
         self._step_started = now
-        self._tokens += stats.tokens
-        self._padding_tokens += stats.padding_tokens
-        self._recent_losses = [*self._recent_losses, stats.loss][-self._config.telemetry.log_every_steps :]
+        self._tally.add(stats)
         events.record(
             "step",
             **vars(stats),
@@ -367,13 +362,13 @@ class Trainer:
         checkpoint.prune(self._config.output, keep_last=self._config.checkpoint.keep_last, keep=best)
         events.record("checkpoint", directory=str(directory), step=step, metrics=metrics)
         if step:
-            self._checkpoint_seconds += time.perf_counter() - started
+            self._tally.checkpoint_seconds += time.perf_counter() - started
         self._step_started = time.perf_counter()
 
     def _validate(self) -> dict[str, float]:
         """Held-out loss and teacher-forced acceptance; `score` orders checkpoints for `best`."""
         if not self._validation:
-            loss = _mean(self._recent_losses)
+            loss = self._tally.recent_loss
             return {"score": -loss} if math.isfinite(loss) else {}
         sums = add_sums([self._leader.validate(states) for states in self._validation])
         stats = step_stats(self._steps_done, sums)
@@ -382,33 +377,3 @@ class Trainer:
             "validation_acceptance": stats.teacher_forced_acceptance,
             "score": stats.teacher_forced_acceptance,
         }
-
-
-def step_stats(
-    step: int,
-    sums: LossSums,
-    gradient_norm: float = 0.0,
-    learning_rate: float = 0.0,
-    *,
-    seconds: float = 0.0,
-    batches: tuple[BatchSummary, ...] = (),
-) -> StepStats:
-    """Sums as plain numbers: divided once, here, over all drafters and micro-batches. `step` counts from 0."""
-    weight, blocks = float(sums.weight), float(sums.blocks)
-    counted, correct = sums.counted.tolist(), sums.correct.tolist()
-    return StepStats(
-        step=step + 1,
-        loss=float(sums.loss) / weight if weight else math.nan,
-        learning_rate=learning_rate,
-        gradient_norm=gradient_norm,
-        tokens=sum(batch.num_tokens for batch in batches),
-        padding_tokens=sum(batch.num_padding_tokens for batch in batches),
-        seconds=seconds,
-        teacher_forced_acceptance=1 + float(sums.accepted) / blocks if blocks else math.nan,
-        accuracy=tuple(c / n if n else None for c, n in zip(correct, counted, strict=True)),
-        sample_ids=tuple(sample for batch in batches for row in batch.sample_ids for sample in row),
-    )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan

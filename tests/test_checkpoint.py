@@ -10,8 +10,9 @@ import torch
 from helpers_training import make_config
 
 from dflash import checkpoint
-from dflash.checkpoint import CheckpointError, TrainState
+from dflash.checkpoint import TrainState
 from dflash.config import DrafterConfig
+from dflash.errors import CheckpointError
 from dflash.modeling.drafter import Drafter, DrafterShape
 from dflash.modeling.random_targets import RANDOM_TARGETS
 

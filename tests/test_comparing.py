@@ -12,7 +12,15 @@ from dflash.config import ConfigError
 from dflash.decoding.comparing import check_comparable, compare, prompt_digests, read_evaluation
 
 TAUS = st.lists(st.floats(1, 8), min_size=2, max_size=20)
-WAY = {"target": "t", "dtype": "float32", "temperature": 0.0, "max_new_tokens": 32, "seed": 0, "eos_token_ids": [2]}
+WAY = {
+    "target": "t",
+    "target_digest": "d1",
+    "dtype": "float32",
+    "temperature": 0.0,
+    "max_new_tokens": 32,
+    "seed": 0,
+    "eos_token_ids": [2],
+}
 DIGESTS = prompt_digests([("a", [1, 2]), ("b", [3]), ("c", [4])])
 OURS = WAY | {"prompt_digests": DIGESTS}
 
@@ -84,6 +92,23 @@ def test_an_evaluation_in_another_way_is_refused(tmp_path: Path, changes: dict[s
     path.write_text(json.dumps(OURS | evaluation({"a": 2.0, "b": 3.0}) | changes))
     with pytest.raises(ConfigError, match=message):
         check_comparable(read_evaluation(path), OURS, path)
+
+
+def test_targets_are_the_same_where_their_weights_are_wherever_they_lie() -> None:
+    other = OURS | evaluation({"a": 2.0, "b": 3.0})
+    assert check_comparable(other | {"target": "elsewhere"}, OURS, Path("x")) is None
+    with pytest.raises(ConfigError, match=r"target t \(digest d2\), here t \(digest d1\)"):
+        check_comparable(other | {"target_digest": "d2"}, OURS, Path("x"))
+
+
+def test_an_older_evaluation_is_compared_by_the_path_of_its_target_and_says_so() -> None:
+    other = OURS | evaluation({"a": 2.0, "b": 3.0})
+    del other["target_digest"]
+    caution = check_comparable(other, OURS, Path("x"))
+    assert caution is not None
+    assert "only the paths are known to be equal" in caution
+    with pytest.raises(ConfigError, match=r"target elsewhere \(digest not written: evaluate that run again.*here t \(digest d1"):
+        check_comparable(other | {"target": "elsewhere"}, OURS, Path("x"))
 
 
 def test_the_seed_matters_only_where_tokens_are_drawn() -> None:

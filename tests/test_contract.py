@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from dflash.config import ConfigError
-from dflash.modeling.contract import ContractError, check_export, write_export
+from dflash.errors import ContractError
+from dflash.modeling.contract import check_export, write_export
 from dflash.modeling.drafter import Drafter, DrafterShape
 
 Values = dict[str, Any]

@@ -122,13 +122,20 @@ def test_a_comparison_tells_the_difference_of_each_way_or_is_refused_before_deco
     other = tmp_path / "other.json"
     first = evaluate(settings(run, budgets=(4,)))
     first["tau_by_prompt"] = {prompt: tau - 0.25 for prompt, tau in first["tau_by_prompt"].items()}
-    other.write_text(json.dumps(first))
+    other.write_text(json.dumps(first | {"target": "the same model elsewhere"}))
     capsys.readouterr()
     found = evaluate(settings(run, budgets=(4,), against=other))
+    assert found["against"]["caution"] is None
     assert found["against"]["tau_difference"] == pytest.approx(0.25)
     assert found["against"]["trees"][0]["tau_difference"] == 0
     assert found["against"]["prompts"] == found["prompts"]
     assert "+0.25" in capsys.readouterr().err
+    del first["target_digest"]
+    other.write_text(json.dumps(first))
+    older = evaluate(settings(run, budgets=(4,), against=other))
+    assert older["against"]["tau_difference"] == pytest.approx(0.25)
+    assert "only the paths" in older["against"]["caution"]
+    assert "only the paths" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr("dflash.decoding.evaluate._decode", lambda *_: pytest.fail("decoded"))
     with pytest.raises(ConfigError, match="max_new_tokens"):
         evaluate(settings(run, max_new_tokens=5, against=other))

@@ -1,5 +1,8 @@
 import contextlib
 import dataclasses
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from dflash.engine.launch import Agreement, Launch, Silent, differences, source_
 from dflash.engine.storage import check_storage
 from dflash.presets import tiny_cpu
 
+ROOT = Path(__file__).parent.parent
 VARIABLES = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -63,10 +67,42 @@ def test_a_missing_or_wrong_variable_is_named(name: str, value: str) -> None:
         Launch.read(VARIABLES | {name: value})
 
 
-def test_a_store_that_nobody_serves_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash.engine.launch.CONNECT_SECONDS", 0.5)
+@pytest.mark.parametrize(("agents", "limit"), [("True", "CONNECT_TO_AGENT_SECONDS"), ("False", "CONNECT_SECONDS")])
+def test_a_store_that_nobody_serves_is_bad_input(agents: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agents)
+    monkeypatch.setattr(f"dflash.engine.launch.{limit}", 0.5)
     with pytest.raises(ConfigError, match="no store answers at MASTER_ADDR localhost, MASTER_PORT 1"):
         Launch.read(VARIABLES).open_store()
+
+
+BAD_STARTS = """
+import os, sys
+from dflash.__main__ import main
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": ""}
+for flags in (["--topology", "1t+1d"], ["--topology", "0t+1d", "--data.features", "x", "--output", sys.argv[1]],
+              ["--topology", "1t+1d", "--devices", "cuda"],
+              ["--topology", "0t+1d", "--data.features", "x", "--data.path", sys.argv[1], "--output", sys.argv[2]]):
+    try:
+        main(["train", "--preset", "tiny-cpu", "--engine", "processes", *flags])
+        raise AssertionError(flags)
+    except SystemExit as end:
+        assert end.code == 2, flags
+    assert not {"transformers", "torch._dynamo", "torch._inductor", "pyarrow"} & sys.modules.keys(), flags
+"""
+
+
+def test_ranks_look_at_workers_storage_devices_and_data_before_they_import_what_takes_long(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    command = (sys.executable, "-c", BAD_STARTS, str(tmp_path / "file" / "run"), str(tmp_path / "run"))
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    workers, storage, device, data = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "has 2 workers, torchrun started 1 processes" in workers
+    assert "cannot write to the output directory" in storage
+    assert "needs a GPU for each of the 1 processes" in device
+    assert f"{tmp_path / 'file' / 'run'} is not a directory of prepared data" in data
 
 
 def test_differences_name_the_value_and_both_ranks() -> None:

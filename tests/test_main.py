@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from dflash.config import ConfigError, RunConfig, run_config_from_dict, to_dict
 from dflash.modeling import contract
 from dflash.presets import PRESETS, preset
 from dflash.trainer import train
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +150,22 @@ def test_the_committed_target_of_a_preset_is_found_from_any_directory(tmp_path: 
     assert preset("tiny-cpu").target.path == "fixtures/tiny_target/model"
     monkeypatch.chdir(tmp_path)
     assert (Path(preset("tiny-cpu").target.path) / "config.json").is_file()
+
+
+HELP = """
+import sys
+from dflash.__main__ import COMMANDS, main
+for command in COMMANDS:
+    try:
+        main([command, "--help"])
+        raise AssertionError(command)
+    except SystemExit as end:
+        assert not end.code, command
+    assert not {"torch", "transformers"} & sys.modules.keys(), command
+"""
+
+
+def test_help_of_every_command_imports_nothing_that_takes_long() -> None:
+    done = subprocess.run((sys.executable, "-c", HELP), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--optim.learning-rate" in done.stdout

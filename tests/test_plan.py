@@ -69,7 +69,8 @@ def test_memory_of_a_step_follows_the_levers_as_on_an_h200(
     config = dataclasses.replace(config, compile=compiling, devices="cuda:0,cuda:1")
     parts = plan.plan(config)["memory_parts_gib"]["cuda:1"]
     weights = parts["drafter: fp32 weights and gradients"] / 2
-    planned = sum(parts.values()) - weights - parts["drafter: moments"]
+    held = parts["features of two micro-batches"] / 2  # a bench gives the same one again and again
+    planned = sum(parts.values()) - weights - parts["drafter: moments"] - held
     assert planned == pytest.approx(bench_figures(run)["peak beyond fp32 weights and moments"], rel=near)
 
 
@@ -154,8 +155,35 @@ def test_workers_that_share_a_device_share_its_time_and_its_memory() -> None:
     assert apart["speed"]["fullest_device"] == "cuda:1"
     assert apart["speed"]["tokens_per_second"] == pytest.approx(4096 / (max(times["target"], drafter) / 1e3))
     assert together["speed"]["tokens_per_second"] == pytest.approx(4096 / ((times["target"] + drafter) / 1e3))
-    features = apart["memory_parts_gib"]["cuda:1"]["features of a micro-batch"]
+    features = apart["memory_parts_gib"]["cuda:1"]["features of two micro-batches"]
     assert together["memory_gib"]["cuda:0"] == pytest.approx(sum(apart["memory_gib"].values()) - features, abs=0.03)
+
+
+def features_of(config: RunConfig) -> dict[str, float]:
+    """GiB of features by device, in micro-batches of Qwen3-8B's shape."""
+    one = 4096 * 5 * 4096 * 2 / 2**30
+    parts = plan.plan(config)["memory_parts_gib"]
+    return {
+        device: round(sum(size for name, size in of_device.items() if name.startswith("features")) / one, 1)
+        for device, of_device in parts.items()
+    }
+
+
+def test_a_drafter_in_threads_holds_the_micro_batch_before_until_its_gpu_is_done_with_it() -> None:
+    """The queue has room for two; what a drafter has taken it holds where the target made it, and on its own device."""
+    run = qwen3_8b()
+    assert features_of(run) == {"cuda:0": 2 + 2}
+    apart = dataclasses.replace(run, devices="cuda")
+    assert features_of(apart) == {"cuda:0": 2 + 2, "cuda:1": 2}
+    many = dataclasses.replace(apart, topology="1t+2d")
+    assert features_of(many) == {"cuda:0": 2 + 4, "cuda:1": 2, "cuda:2": 2}
+
+
+def test_in_processes_features_lie_in_the_slots_of_drafters_and_on_their_way_from_targets() -> None:
+    run = dataclasses.replace(qwen3_8b(), engine="processes", devices="cuda")
+    assert features_of(run) == {"cuda:0": 3, "cuda:1": 2}
+    more = dataclasses.replace(run, topology="1t+2d", telemetry=dataclasses.replace(run.telemetry, queue_items=6))
+    assert features_of(more) == {"cuda:0": 3, "cuda:1": 3, "cuda:2": 3}
 
 
 def test_only_the_leading_drafter_holds_moments_and_only_kl_keeps_the_whole_target() -> None:

@@ -44,6 +44,7 @@ def test_the_result_counts_all_ranks(outcomes: dict[str, Outcome]) -> None:
     assert [(w["worker"], w["items"]) for w in result["workers"]] == [("drafter-0", 50), ("drafter-1", 50), ("target-0", 100)]
     assert result["tokens"] == 50 * 2 * 2 * 32
     assert (result["engine"], len(result["devices"])) == ("processes", 3)
+    assert result["leaders_machine"]["workers"] == 3
     assert 0 < result["queue_occupancy"] <= 1
     printed = [p.read_text() for p in sorted(outcomes["whole"].logs.glob("*/*/*/stdout.log"))]
     assert [bool(text) for text in printed] == [True, False, False]

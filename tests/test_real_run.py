@@ -23,7 +23,6 @@ from dflash.modeling.contract import write_export
 from dflash.modeling.drafter import Drafter
 from dflash.modeling.shape import DrafterShape
 from fixtures.real_run import ablations, evaluating, training
-from fixtures.real_run.__main__ import main
 from fixtures.real_run.answers import answer_all
 from fixtures.real_run.imported import as_run
 from fixtures.real_run.report import gather, tables
@@ -320,66 +319,3 @@ def test_a_result_that_states_no_settings_is_not_taken_for_complete(tmp_path: Pa
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(ConfigError, match="does not say with which settings"):
         is_complete(tmp_path / "result.json", {"--steps": 3})
-
-
-# The command
-
-
-def test_stages_that_are_complete_are_skipped_and_bad_input_has_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["--preset", "tiny-cpu", "--output", str(tmp_path), "--stage", "prompts", "--prompts", "12", "--heldout", "2"]
-    assert main(command) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["prompts"]["prompts"] == {"train": 12, "heldout": 2}
-    written = (tmp_path / "prompts" / "train.jsonl").read_bytes()
-    (tmp_path / "prompts" / "train.jsonl").write_bytes(written[:10])
-    assert main(command) == 0
-    assert "complete" in capsys.readouterr().out
-    assert (tmp_path / "prompts" / "train.jsonl").read_bytes() == written[:10]
-    assert main([*command, "--max-new-tokens", "3"]) == 2
-    assert "--max-new-tokens" in capsys.readouterr().err
-
-
-def test_specforge_without_our_run_says_what_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "specforge").mkdir()
-    command = ["--preset", "tiny-cpu", "--output", str(tmp_path), "--stage", "specforge", "--specforge", str(tmp_path)]
-    assert main(command) == 1
-    assert "the stage train, with --block-size 8, comes first" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--preset", "nonsense"], "unknown preset 'nonsense'"),
-        (["--steps", "0"], "--steps is 0: use at least 1"),
-        (["--evaluate-tokens", "-3"], "--evaluate-tokens is -3"),
-        (["--block-size", "1"], "--block-size is 1: use at least 2"),
-        (["--block-size", "300"], "too short for a block"),
-        (["--temperature", "nan"], "--temperature is nan"),
-        (["--budgets", "16", "16"], "--budgets names one twice"),
-        (["--budgets", "0"], "a tree budget is 0"),
-        (["--device", "tpu"], "device 'tpu' is not known"),
-        (["--specforge", "nowhere"], "nowhere holds no package specforge"),
-        (["--", "--optim.no-such-flag", "3"], "no-such-flag"),
-        (["--", "--optim.learning-rate", "-1"], "learning"),
-    ],
-)
-def test_what_a_later_stage_would_refuse_is_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], said: str
-) -> None:
-    monkeypatch.setattr("fixtures.real_run.__main__._run", lambda *_: pytest.fail("a stage has begun"))
-    try:
-        code: Any = main(["--output", str(tmp_path / "new"), "--preset", "tiny-cpu", *flags])
-    except SystemExit as error:  # of the command line's parser
-        code = error.code
-    assert code == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_other_steps_are_refused_by_the_command_before_any_work(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
-    keep(training.result_file(settings), training.needs(settings), {})
-    command = ["--preset", "tiny-cpu", "--output", str(settings.output), "--stage", "prompts", "train"]
-    assert main([*command, "--steps", "9"]) == 2
-    assert "train-b8.json was made with --steps 8, now it is --steps 9: use the same" in capsys.readouterr().err
-    assert not (settings.output / "prompts" / "prompts.json").exists()

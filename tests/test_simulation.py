@@ -193,9 +193,9 @@ RESULT: dict[str, Any] = {
     "queue_occupancy": 0.5,
     "seconds": {"checkpoints": 0.3, "decoding": 0.1},
     "workers": [
-        {"worker": "target-0", "items": 44, "busy_seconds": 4.4, "sync_seconds": 0.0},
-        {"worker": "drafter-0", "items": 20, "busy_seconds": 7.0, "sync_seconds": 1.0},
-        {"worker": "drafter-1", "items": 20, "busy_seconds": 7.6, "sync_seconds": 0.4},
+        {"worker": "target-0", "device": "cpu", "items": 44, "busy_seconds": 4.4, "sync_seconds": 0.0},
+        {"worker": "drafter-0", "device": "cpu", "items": 20, "busy_seconds": 7.0, "sync_seconds": 1.0},
+        {"worker": "drafter-1", "device": "cpu", "items": 20, "busy_seconds": 7.6, "sync_seconds": 0.4},
     ],
 }
 CONFIG = {"telemetry": {"queue_items": 5}}
@@ -288,6 +288,40 @@ def test_a_run_stands_beside_what_is_foretold_of_it(tmp_path: Path) -> None:
     assert row["ratio"] == pytest.approx(row["simulated_tokens_per_second"] / 500.0)
     assert row["simulated_tokens_per_second"] == pytest.approx(10 * 4 * 100 / (0.1 + 10 * (2 * 0.365 + 0.03)), rel=0.01)
     assert {one["topology"] for one in found["best"]["4"]} == {"1t+3d", "2t+2d", "3t+1d"}
+
+
+def on(*devices: str, **more: Any) -> dict[str, Any]:
+    rows = [row | {"device": device} for row, device in zip(RESULT["workers"], devices, strict=True)]
+    return RESULT | {"workers": rows} | more
+
+
+@pytest.mark.parametrize(
+    ("result", "config", "told"),
+    [
+        (on("cpu", "cpu", "cpu", leaders_machine={"cores": 2, "workers": 3}), {}, "3 workers shared 2 cores"),
+        (
+            on("cpu", "cpu", "cpu", leaders_machine={"cores": 4, "workers": 3}),
+            {"cpu_threads": 2},
+            "3 workers of 2 threads each shared 4 cores",
+        ),
+        (on("cpu", "cpu", "cpu"), {}, "does not say how many cores"),
+        (on("cpu", "cpu", "cpu", leaders_machine={"cores": 4, "workers": 3}), {"cpu_threads": 1}, None),
+        (on("cuda:0", "cuda:1", "cuda:0"), {}, "workers shared cuda:0"),
+        (on("cuda:0", "cuda:1", "cuda:2"), {}, None),
+        (on("cuda:0", "cuda:1", "cuda:0", engine="processes"), {}, None),  # of two machines
+    ],
+)
+def test_a_run_whose_workers_shared_cores_or_a_gpu_is_cautioned_against(
+    result: dict[str, Any], config: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
+    place = run(tmp_path, json.dumps(result))
+    (place / "config.json").write_text(json.dumps(CONFIG | config))
+    (row,) = report([place], [4], ALONE, spread=0.0)["runs"]
+    if told is None:
+        assert row["cautions"] == []
+    else:
+        (caution,) = row["cautions"]
+        assert told in caution
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({**RESULT, "workers": []})])

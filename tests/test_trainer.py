@@ -13,11 +13,11 @@ from helpers_training import examples_of, make_config, write_synthetic
 
 from dflash import checkpoint, events
 from dflash.__main__ import COMMANDS, main
-from dflash.checkpoint import CheckpointError
 from dflash.config import ConfigError, RunConfig, to_dict
 from dflash.data.examples import DataError, Meta, write_examples
 from dflash.data.packing import PackedStream
 from dflash.engine.queue import WorkerFailed
+from dflash.errors import CheckpointError
 from dflash.stopping import stop_on_signals
 from dflash.trainer import train
 from dflash.worker import DrafterModelWorker, NonFiniteError
@@ -85,6 +85,7 @@ def test_the_result_has_the_promised_keys_and_counts_every_token(tmp_path: Path)
     assert (result["recompiles_after_warmup"], result["fallbacks"], result["fx_errors"]) == (0, 0, 0)
     assert result["compiles_in_warmup"] >= 1
     assert Path(result["checkpoint"]).is_dir()
+    assert result["leaders_machine"] == {"cores": len(os.sched_getaffinity(0)), "workers": len(result["workers"])}
 
 
 def test_loading_and_warm_up_say_what_takes_so_long(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

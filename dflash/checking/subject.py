@@ -20,7 +20,6 @@ from torch import Tensor
 
 from dflash import checkpoint
 from dflash.checking.settings import CheckConfig
-from dflash.checkpoint import CheckpointError
 from dflash.compile_policy import CompilePolicy
 from dflash.config import CompileConfig, DrafterConfig, RunConfig, TargetConfig
 from dflash.data.examples import Meta, load_meta
@@ -28,6 +27,7 @@ from dflash.data.meta import DataError
 from dflash.data.synthetic import is_synthetic
 from dflash.decoding.evaluate import check_fit
 from dflash.device import parse_device
+from dflash.errors import CheckpointError
 from dflash.modeling import contract
 from dflash.modeling.drafter import Drafter, DrafterShape
 from dflash.modeling.target import FrozenEnds, TargetRunner, load_target, supports_packing, text_config

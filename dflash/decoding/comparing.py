@@ -17,7 +17,7 @@ import numpy as np
 from dflash.config import ConfigError
 from dflash.decoding.acceptance import bootstrap_interval
 
-_SAME = ("target", "dtype", "temperature", "max_new_tokens", "eos_token_ids")  # and the seed, where tokens are drawn
+_SAME = ("dtype", "temperature", "max_new_tokens", "eos_token_ids")  # and the seed, where tokens are drawn
 _FEWEST = 2
 
 
@@ -39,13 +39,18 @@ def prompt_digests(prompts: Iterable[tuple[str, Sequence[int]]]) -> dict[str, st
     return {name: hashlib.sha256(np.array(ids, dtype="<i8").tobytes()).hexdigest()[:12] for name, ids in prompts}
 
 
-def check_comparable(other: dict[str, Any], settings: dict[str, Any], path: Path) -> None:
+def check_comparable(other: dict[str, Any], settings: dict[str, Any], path: Path) -> str | None:
     """Raise ConfigError where the other evaluation decoded in another way, other prompts, or fewer than two of them.
 
-    `settings` are those of an evaluation, its `prompt_digests` among them.
+    `settings` are those of an evaluation, its `prompt_digests` among them. Targets are the same where their weights are,
+    wherever they lie. Returns a caution about an older evaluation, which has only the path of its target.
     """
     names = (*_SAME, "seed") if settings["temperature"] else _SAME
-    if wrong := [f"{name} {other.get(name)}, here {settings[name]}" for name in names if other.get(name) != settings[name]]:
+    wrong = [f"{name} {other.get(name)}, here {settings[name]}" for name in names if other.get(name) != settings[name]]
+    by_path = "target_digest" not in other
+    if other.get("target") != settings["target"] if by_path else other["target_digest"] != settings["target_digest"]:
+        wrong.insert(0, f"target {_target(other)}, here {_target(settings)}")
+    if wrong:
         raise ConfigError(
             f"against {path}: it has {'; '.join(wrong)}: only evaluations of the same prompts in the same way compare"
         )
@@ -61,6 +66,11 @@ def check_comparable(other: dict[str, Any], settings: dict[str, Any], path: Path
             f"against {path}: it has {len(both)} of the {len(ours)} prompts, {with_rounds} of them with rounds: evaluate both on "
             f"the same data, with enough new tokens"
         )
+    if by_path:
+        return (
+            f"{path} is of an older version, which wrote no digest of its target's weights: only the paths are known to be equal"
+        )
+    return None
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any], *, seed: int) -> dict[str, Any]:
@@ -71,6 +81,11 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], *, seed: int) -> dict[
         **_difference(ours, theirs, seed),
         "trees": [{"budget": tree["budget"], **_difference(tree, other, seed)} for tree, other in pairs],
     }
+
+
+def _target(evaluation: dict[str, Any]) -> str:
+    digest = evaluation.get("target_digest", "not written: evaluate that run again if it is the same model at another path")
+    return f"{evaluation.get('target')} (digest {digest})"
 
 
 def _is_whole(found: dict[str, Any]) -> bool:

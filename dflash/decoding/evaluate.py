@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dflash.batch import Example
-from dflash.checkpoint import CheckpointError, load_drafter
+from dflash.checkpoint import load_drafter
 from dflash.command_config import EvaluateConfig
 from dflash.config import ConfigError, RunConfig
 from dflash.data.examples import DataError, Meta, check_matches, load_examples, load_meta
@@ -36,8 +36,10 @@ from dflash.decoding.plots import acceptance_svg, budget_svg
 from dflash.decoding.rounds import Drafting, Generation, Wanted, decode
 from dflash.decoding.summary import Result, show, summarise
 from dflash.device import parse_device
+from dflash.errors import CheckpointError
 from dflash.files import write_whole
 from dflash.modeling.drafter import Drafter, DrafterShape
+from dflash.modeling.identity import model_digest
 from dflash.modeling.shape import misfit
 from dflash.modeling.target import FrozenEnds, load_target, text_config
 
@@ -71,16 +73,17 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     started = time.perf_counter()
     other = None if config.against is None else read_evaluation(config.against)
     loaded = _load(config)
+    settings, caution = _describe(config, loaded), None
     if other is not None:
         assert config.against is not None
-        check_comparable(other, _describe(config, loaded), config.against)
+        caution = check_comparable(other, settings, config.against)
     done = _decode(loaded, config)
     ways: tuple[Way, ...] = ("chain", *config.budgets)
     parts = {way: summarise(_results(loaded, done, way), seed=config.seed) for way in ways}
-    summary = _describe(config, loaded) | parts["chain"]
+    summary = settings | parts["chain"]
     summary["trees"] = [{"budget": budget, **parts[budget]} for budget in config.budgets]
     if other is not None:
-        summary["against"] = {"file": str(config.against), **compare(summary, other, seed=config.seed)}
+        summary["against"] = {"file": str(config.against), "caution": caution, **compare(summary, other, seed=config.seed)}
     pictures = {"acceptance": acceptance_svg(summary)} | ({"budgets": budget_svg(summary)} if config.budgets else {})
     files = {config.run / f"evaluate-{config.checkpoint}-{name}.svg": picture for name, picture in pictures.items()}
     summary["pictures"] = [str(path) for path in files]
@@ -157,6 +160,7 @@ def _describe(config: EvaluateConfig, loaded: Loaded) -> dict[str, Any]:
         "checkpoint": config.checkpoint,
         "step": loaded.step,
         "target": loaded.run.target.path,
+        "target_digest": model_digest(loaded.model),
         "data": str(loaded.data),
         "device": config.device,
         "dtype": loaded.run.target.dtype,

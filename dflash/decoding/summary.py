@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dflash.decoding import acceptance
@@ -78,6 +79,8 @@ def show(title: str, summary: dict[str, Any]) -> None:
     ):
         table.add_row(name, *values)
     table.caption = f"{_number(summary['seconds']['total'])} s in all"
+    if caution := summary.get("against", {}).get("caution"):
+        table.caption += f"; {escape(caution)}"
     Console(stderr=True).print(table)
 
 

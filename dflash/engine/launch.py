@@ -28,7 +28,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from dflash.config import ConfigError
 
 START_SECONDS = 300.0  # for all ranks to have imported what they need; loading is not part of it
-CONNECT_SECONDS = 15.0
+# Torch tries twice, so that to be told takes twice as long.
+CONNECT_SECONDS = 15.0  # to a store that rank 0 serves, once it has imported torch
+CONNECT_TO_AGENT_SECONDS = 8.0  # to a store that served before any rank was started
 TOLD_SECONDS = 10.0
 _OURS = "dflash/"  # what our keys on torchrun's store begin with
 _REFUSED = "refused"  # the key of what no restart can mend
@@ -87,7 +89,7 @@ class Launch:
                 self.port,
                 self.world_size,
                 is_master=self.rank == 0 and not agents,
-                timeout=timedelta(seconds=CONNECT_SECONDS),
+                timeout=timedelta(seconds=CONNECT_TO_AGENT_SECONDS if agents else CONNECT_SECONDS),
                 wait_for_workers=False,
                 multi_tenant=True,
             )

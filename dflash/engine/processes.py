@@ -35,7 +35,7 @@ from dflash.engine.launch import Agreement, Launch, Silent, differences, host, s
 from dflash.engine.loops import Doing, DrafterWorker, Sink, TargetWorker, WorkerTimes, consume, finishing, on_device, target_loop
 from dflash.engine.reading import ReadingQueue
 from dflash.engine.roles import Roles
-from dflash.engine.storage import check_storage
+from dflash.engine.storage import check_data, check_storage
 from dflash.engine.transport import ReceivingQueue, introduce
 from dflash.engine.waits import Waits, WaitsMeter
 from dflash.engine.watch import Peer, PeerLost, Watch
@@ -274,7 +274,7 @@ def _launch() -> Launch:
 
 
 def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Roles, torch.device, list[Peer]]:
-    """What can be said before connecting: all ranks are of one kind, as many as workers, have their devices and one storage."""
+    """What can be said before connecting: ranks are of one kind, as many as workers, have devices, one storage and data."""
     error = None
     try:
         device = _device(config, launch)
@@ -290,6 +290,7 @@ def _start(config: RunConfig, launch: Launch, agreement: Agreement) -> tuple[Rol
     except ConfigError as found:
         agreement.end(0, str(found))
     check_storage(config.output, launch, agreement)
+    check_data(config.data.path, agreement)
     peers = [Peer(rank=rank, worker=roles.worker(rank), host=one["host"], pid=one["pid"]) for rank, one in enumerate(said)]
     return roles, device, peers
 

@@ -1,4 +1,4 @@
-"""Whether all ranks reach one output directory, found out before anything is loaded.
+"""Whether all ranks reach one output directory, and the data, found out before anything is loaded.
 
 All machines of a run share `--output`: rank 0 saves there, and every rank reads what was saved. A machine on which the storage
 is not mounted would make the directory on its own disk, and fail only when a checkpoint is wanted. So rank 0 writes a mark of
@@ -11,6 +11,8 @@ import contextlib
 import uuid
 from pathlib import Path
 
+from dflash.data.meta import DataError, load_meta
+from dflash.data.synthetic import is_synthetic
 from dflash.engine.launch import Agreement, Launch, host
 
 _MARK = ".reached-by-rank-0"
@@ -31,6 +33,19 @@ def check_storage(output: Path, launch: Launch, agreement: Agreement) -> None:
     if launch.rank == 0:
         with contextlib.suppress(FileNotFoundError):
             mark.unlink()
+
+
+def check_data(path: Path, agreement: Agreement) -> None:
+    """End all ranks (exit code 2), told once, where one of them does not find prepared data; it is read and compared later."""
+    error, lasting = None, True
+    try:
+        if not is_synthetic(path):
+            load_meta(path)
+    except DataError as found:
+        error = str(found)
+    except OSError as found:
+        error, lasting = f"{type(found).__name__}: {found}", False  # storage may come back
+    agreement.everyone("finding the data", {}, error, lasting=lasting)
 
 
 def _unseen(mark: Path, written: str, launch: Launch) -> str | None:

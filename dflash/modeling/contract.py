@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash.config import ConfigError
+from dflash.errors import ContractError
 from dflash.files import sync
 from dflash.modeling.drafter import Drafter
 from dflash.modeling.shape import DrafterShape
@@ -47,10 +48,6 @@ _TOPICS = (
     ("rope_", "rope"),
     ("partial_rotary_factor", "rope"),
 )
-
-
-class ContractError(RuntimeError):
-    """An export that servers would misread; the message lists the problems."""
 
 
 def write_export(
