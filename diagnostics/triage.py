@@ -74,6 +74,8 @@ def _look(logs: Sequence[str]) -> tuple[Groups, list[Read], list[str]]:
     for path in logs:
         try:
             read.append(_read(path, groups))
+            if read[-1].unread:
+                unreadable.append(f"{path}: {read[-1].unread}")
         except Unreadable as error:
             unreadable.append(f"{path}: {error}")
     return groups, read, unreadable
