@@ -31,6 +31,7 @@ from dflash.data.examples import DataError
 from dflash.data.meta import PrepareFailed
 from dflash.engine.queue import WorkerFailed
 from dflash.modeling.contract import ContractError, write_export
+from dflash.standard_output import outlive_reader
 
 USAGE = """usage: python -m dflash COMMAND ...
   prepare   prompts to conversations answered by the target: --prompts FILE --output DIR --target.path TARGET
@@ -242,4 +243,5 @@ def _exit_code(result: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

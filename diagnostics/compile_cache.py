@@ -37,6 +37,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from dflash.standard_output import outlive_reader
 from diagnostics.caches import archive, difference, here, inventory, past_runs, prune, restore, trash, views
 from diagnostics.caches.errors import CacheError
 from diagnostics.caches.options import MAX_ROWS, parser
@@ -216,4 +217,5 @@ def _write(options: argparse.Namespace, values: dict[str, Any]) -> None:
 _COMMANDS = {"inventory": _inventory, "diff": _diff, "snapshot": _snapshot, "restore": _restore, "prune": _prune}
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(ended_plainly("compile_cache", main))

@@ -26,6 +26,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from dflash.standard_output import outlive_reader
 from diagnostics.environments.masking import masked
 from diagnostics.logs.encodings import Unreadable
 from diagnostics.logs.groups import Evidence, Group, Groups
@@ -172,4 +173,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(ended_plainly("triage", main))

@@ -1,4 +1,4 @@
-"""Laws of the commands about what changed: what ends their output or themselves is told in one line, and by the exit code."""
+"""Laws of the commands, above all of those about what changed: what ends them is told in one line, and by the exit code."""
 
 from __future__ import annotations
 
@@ -74,6 +74,48 @@ def test_a_reader_that_has_gone_changes_neither_exit_code_nor_files(tmp_path: Pa
     _, told = command.communicate()
     assert (command.returncode, told) == (3, f"triage: {empty} is empty: nothing was observed\n")
     assert (tmp_path / "found.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("dflash evaluate --help", 0), ("diagnostics.scan {file}", 0), ("regression.store verify {empty}", 0)],
+)
+def test_every_command_ends_as_if_it_were_read(command: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text("x = 1\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    unread = started(*command.format(file=tmp_path / "nothing.py", empty=tmp_path).split(), stdout=writing)
+    os.close(writing)
+    assert (unread.communicate()[1], unread.returncode) == ("", code)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_is_read_of_a_command_comes_at_once_and_what_is_not_stops_nothing(unbuffered: str) -> None:
+    code = f"""
+import os, subprocess, sys
+from dflash.standard_output import outlive_reader
+print("before")
+outlive_reader()
+print("first €", flush={not unbuffered})
+input()
+print("lost", flush={not unbuffered})
+subprocess.run([sys.executable, "-c", "print('lost too')"], check=True)
+print("on", file=sys.stderr)
+sys.exit(5)
+"""
+    command = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    assert command.stdin is not None
+    assert command.stdout is not None
+    assert command.stderr is not None
+    assert [command.stdout.readline() for _ in range(2)] == ["before\n", "first €\n"]
+    command.stdout.close()
+    command.stdin.write("\n")
+    command.stdin.close()
+    assert (command.stderr.read(), command.wait()) == ("on\n", 5)
+    command.stderr.close()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the full disk is Linux's")
