@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers_caches import SEEN, TRITON_KEY, graph, h200_here, letters, library, ours, tree, triton_kernel, write
+from helpers_caches import SEEN, TRITON_KEY, graph, h200_here, letters, library, ours, tree, triton_kernel, words, write
 
 from diagnostics import compile_cache
 from diagnostics.caches import here, inventory
@@ -88,6 +89,15 @@ def test_the_device_decides_too_and_triton_tells_its_own(tmp_path: Path, monkeyp
     reasons = {entry.name or "": entry.foreign for entry in inventory.take(tmp_path).entries if entry.part == TRITON}
     assert reasons["addk"] == "written by triton 3.6.0, here is 3.7.1"
     assert reasons["cuda_utils"] == "written by Python 312, here is cpython-313-x86_64-linux-gnu"
+
+
+def test_the_system_is_what_stands_behind_the_hash_not_what_a_programs_code_says(tmp_path: Path) -> None:
+    source = [line.replace("H200", "H100").replace("3.6.0", "9.9.9") for line in words(SEEN["H200"])[2:]]
+    entry = {"source": "".join(source), "lines": words(SEEN["H200"]), "padding": "x" * 70_000}
+    write(tmp_path / "fxgraph/aa" / letters("f", 1) / letters("", 1), pickle.dumps(entry, protocol=4))
+    (found,) = inventory.take(tmp_path).entries
+    assert found.writer is not None
+    assert (found.part, found.writer.device, found.writer.triton) == (GRAPHS, "NVIDIA H200", "3.6.0")
 
 
 def test_left_overs_are_torn_once_their_writer_is_gone(tmp_path: Path) -> None:
