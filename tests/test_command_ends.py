@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -180,6 +181,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path
         with pytest.raises(SystemExit, match="2"):
             environment.main(["--json", str(tmp_path / name)])
         assert why in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="this system has no file that is standard output")
+def test_json_goes_into_a_pipe_through_dev_stdout(log: Path) -> None:
+    command = started("diagnostics.triage", log, "--json", "/dev/stdout", stdout=subprocess.PIPE)
+    shown, told = command.communicate()
+    assert (command.returncode, told) == (1, "")
+    assert json.loads("{" + shown.split("\n{", 1)[1])["exit_code"] == 1
 
 
 def test_what_is_read_is_not_overwritten(log: Path, tmp_path: Path) -> None:
