@@ -32,6 +32,7 @@ from dflash.config import ConfigError, RunConfig, TargetConfig
 from dflash.data.meta import DataError, PrepareFailed
 from dflash.engine.queue import WorkerFailed
 from dflash.errors import CheckpointError, ContractError
+from dflash.standard_output import outlive_reader
 
 USAGE = """usage: python -m dflash COMMAND ...
   prepare   prompts to conversations answered by the target: --prompts FILE --output DIR --target.path TARGET
@@ -249,4 +250,5 @@ def _exit_code(result: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

@@ -38,6 +38,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from dflash.standard_output import outlive_reader
 from diagnostics.bisection import pins, shown
 from diagnostics.bisection.commits import Repository, Worktrees
 from diagnostics.bisection.decisions import ByExitCode, ByFigure, Judge
@@ -241,4 +242,5 @@ def _rate(text: str) -> float:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(ended_plainly("bisect", main))

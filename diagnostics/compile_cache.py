@@ -17,8 +17,7 @@ Exit codes: 0 fine · 1 found: a cache that is foreign, torn or contended, a dif
 cache in use · 2 bad usage or input, --yes is missing · 3 something could not be looked at: nothing was changed.
 
 Limits: a cache keeps no count of hits, only run logs of the trainer do. What a C++ kernel was built for is known only through
-its graph. Some 0.6 s for a cache of 353 MB on a free core; from torch 2.14 on entries name no version but a hash of torch's
-sources, to compare which imports torch (5 s; not with --no-torch).
+its graph. From torch 2.14 on entries name no version but a hash of torch's sources; it is computed from the installed files.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from dflash.standard_output import outlive_reader
 from diagnostics.caches import archive, difference, here, inventory, past_runs, prune, restore, trash, views
 from diagnostics.caches.errors import CacheError
 from diagnostics.caches.options import MAX_ROWS, parser
@@ -65,11 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def summary(directory: Path | None = None) -> dict[str, Any]:
     """The cache as a few JSON values for a report; `directory` is None, with a reason, where there is none.
 
-    Imports no torch: what only torch can tell is not observed. Of long lists the beginning; no command lines of processes.
+    Of long lists the beginning; no command lines of processes.
     """
     place = directory or here.inductor_directory()
     try:
-        found = inventory.to_dict(inventory.take(place, ask_torch=False), listing=False)
+        found = inventory.to_dict(inventory.take(place), listing=False)
     except CacheError as error:
         return {"directory": None, "reason": f"{error}; TORCHINDUCTOR_CACHE_DIR would name another"}
     kept = {name: value for name, value in found.items() if name not in {"graphs", "kernels", "users"}}
@@ -84,7 +84,7 @@ def _inventory(options: argparse.Namespace, console: Console) -> int:
         if not named and not place.exists():
             console.print(f"[bold]{escape(str(place))}[/]: [yellow]absent[/]", highlight=False)
             continue
-        found.append(inventory.to_dict(inventory.take(place, ask_torch=not options.no_torch)))
+        found.append(inventory.to_dict(inventory.take(place)))
     runs, untold = past_runs.read(options.runs)
     views.print_runs(console, runs, untold, max_rows=_rows(options))  # first: the caches may fill pages
     for values in found:
@@ -110,7 +110,7 @@ def _diff(options: argparse.Namespace, console: Console) -> int:
 
 
 def _snapshot(options: argparse.Namespace, console: Console) -> int:
-    found = inventory.take(options.directory, ask_torch=not options.no_torch)
+    found = inventory.take(options.directory)
     written, left_out = archive.write(found, options.file)
     console.print(
         f"wrote {escape(str(written.path))}: {len(written.files):,} files, {views.megabytes(written.size_bytes)}, for the "
@@ -153,7 +153,7 @@ def _prune(options: argparse.Namespace, console: Console) -> int:
     )
     if rules == prune.Rules():
         raise CacheError("say what to prune: --older-than-days, --max-bytes, --foreign, --torn (or --undo, --empty-trash)")
-    found = inventory.take(options.directory, ask_torch=not options.no_torch)
+    found = inventory.take(options.directory)
     chosen = prune.choose(found, rules, time.time())
     young = [entry.path for entry in found.torn if rules.torn and prune.is_young(entry, time.time())]
     views.print_notes(
@@ -217,4 +217,5 @@ def _write(options: argparse.Namespace, values: dict[str, Any]) -> None:
 _COMMANDS = {"inventory": _inventory, "diff": _diff, "snapshot": _snapshot, "restore": _restore, "prune": _prune}
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(ended_plainly("compile_cache", main))

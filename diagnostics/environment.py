@@ -40,6 +40,7 @@ import psutil
 from rich.console import Console
 from rich.markup import escape
 
+from dflash.standard_output import outlive_reader
 from diagnostics import gpu
 from diagnostics.environments import documents, edits, gpus, machine, project, settings, shown, variables
 from diagnostics.environments.builds import torch_build
@@ -263,4 +264,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(ended_plainly("environment", main))

@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from dflash.standard_output import outlive_reader
 from diagnostics.output import width, write_text
 from diagnostics.stacks import CannotObserve, NoSuchProcess, has_ended, take
 from diagnostics.tables import Table
@@ -182,4 +183,5 @@ def _write_json(path: Path, report: HangReport) -> None:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

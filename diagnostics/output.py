@@ -44,10 +44,10 @@ def number(text: str) -> float:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; what is no regular file (/dev/stdout, a pipe) is written to as it is."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file():  # before it is resolved: /dev/stdout has no other name that can be opened
         path.write_text(text, encoding="utf-8")
         return
+    path = path.resolve()
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.write_text(text, encoding="utf-8")

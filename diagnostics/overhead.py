@@ -37,6 +37,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from dflash.standard_output import outlive_reader
 from diagnostics.observe import observed
 from diagnostics.output import width
 from diagnostics.records import Log
@@ -286,4 +287,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

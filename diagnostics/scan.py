@@ -25,6 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from dflash.standard_output import outlive_reader
 from diagnostics.static.entry_points import WHEN
 from diagnostics.static.search import MAX_FUNCTIONS, Found, ScanResult, scan
 from diagnostics.static.targets import TargetError
@@ -104,4 +105,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

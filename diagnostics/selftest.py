@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dflash.standard_output import outlive_reader
 from diagnostics.output import output_file, write_text
 from diagnostics.stress.replay import LIMIT_SECONDS, PARALLEL, Job, Outcome, Server, ServerError
 
@@ -214,4 +215,5 @@ def _summary(outcomes: list[Outcome]) -> str:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

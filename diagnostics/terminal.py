@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from typing import Any
 
@@ -21,7 +20,7 @@ _INDENT = 4
 
 
 class ReportConsole(Console):
-    """Standard output for a report: what it cannot spell is escaped, and a reader that has gone (head) stops nothing."""
+    """Standard output for a report: what it cannot spell is escaped."""
 
     def __init__(self) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -31,13 +30,6 @@ class ReportConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """As rich, without controls that a log, a file name or a commit may hold."""
         return super().render_str(printable(text), **options)
-
-    def on_broken_pipe(self) -> None:
-        """Print no more. The command goes on: it has files to write and an exit code of its own."""
-        self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 class StderrConsole(Console):

@@ -31,6 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from dflash.standard_output import outlive_reader
 from diagnostics.dated import caches, checkpoints, code, machine, packages
 from diagnostics.dated.deduced import deduce
 from diagnostics.dated.entry import Entry, Found, believable, shown
@@ -243,4 +244,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(ended_plainly("timeline", main))

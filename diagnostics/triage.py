@@ -26,6 +26,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from dflash.standard_output import outlive_reader
 from diagnostics.environments.masking import masked
 from diagnostics.logs.encodings import Unreadable
 from diagnostics.logs.groups import Evidence, Group, Groups
@@ -74,6 +75,8 @@ def _look(logs: Sequence[str]) -> tuple[Groups, list[Read], list[str]]:
     for path in logs:
         try:
             read.append(_read(path, groups))
+            if read[-1].unread:
+                unreadable.append(f"{path}: {read[-1].unread}")
         except Unreadable as error:
             unreadable.append(f"{path}: {error}")
     return groups, read, unreadable
@@ -170,4 +173,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(ended_plainly("triage", main))

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dflash.standard_output import outlive_reader
 from regression import baseline, gate, measurement, validity
 from regression.alternation import Build, BuildFailed, TurnsResult, run_in_turns
 from regression.child import Place
@@ -243,4 +244,5 @@ def _tell(sentence: str) -> None:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

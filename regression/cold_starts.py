@@ -39,6 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash.files import write_whole
+from dflash.standard_output import outlive_reader
 from regression.child import ChildFailed, run_json
 
 POLICIES = ("none", "force", "lock", "prewarm", "isolate")
@@ -202,4 +203,5 @@ def _table(starts: Sequence[Start], policies: Sequence[str]) -> Table:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    outlive_reader()
     sys.exit(main())

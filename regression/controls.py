@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash.standard_output import outlive_reader
 from regression.child import ChildFailed, Place, run_json
 from regression.spec import RunSpec
 
@@ -134,4 +135,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

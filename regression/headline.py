@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash.files import write_whole
+from dflash.standard_output import outlive_reader
 from diagnostics import environment
 from diagnostics.gpu import missing_gpus
 from regression import baseline
@@ -214,4 +215,5 @@ def _fail(message: str) -> None:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

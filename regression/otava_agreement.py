@@ -44,6 +44,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from dflash.standard_output import outlive_reader
 from regression.change_points import PENALTY, segment, without_lone_outliers
 from regression.simulate import CORRELATION, OUTLIERS, throughputs
 
@@ -269,4 +270,5 @@ def _write(file: Path, values: Sequence[float]) -> None:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

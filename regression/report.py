@@ -22,6 +22,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from dflash.standard_output import outlive_reader
 from diagnostics.environments.differences import compare
 from diagnostics.records import Finding
 from regression import change_points, changes, junit, line, tables
@@ -337,4 +338,5 @@ def _md(text: object) -> str:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

@@ -37,6 +37,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from dflash.standard_output import outlive_reader
 from regression import gate, watch
 from regression import simulate_machine as wandering
 from regression.gate import Pair, Rule
@@ -259,4 +260,5 @@ def _pairs(found: Sequence[Kind]) -> Iterator[tuple[Kind | None, Kind]]:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

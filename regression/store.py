@@ -34,6 +34,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dflash.standard_output import outlive_reader
 from regression.records import (
     SCHEMA,
     SCHEMA_VERSION,
@@ -283,4 +284,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

@@ -264,7 +264,9 @@ def _kind_below(gate: Kind | None, *, second: bool) -> Kind:
 if __name__ == "__main__":
     import sys
 
+    from dflash.standard_output import outlive_reader
     from regression.acceptance import main
     from regression.history import open_store
 
+    outlive_reader()
     sys.exit(main(None, open_store))

@@ -72,7 +72,7 @@ def test_the_place_and_the_build_are_what_torch_says(forks: tuple[dict[str, Any]
 
 
 def test_a_compiled_cache_is_warm_and_its_entries_name_their_writer_graph_and_kernel(cache: Path) -> None:
-    found = inventory.take(cache, ask_torch=False)
+    found = inventory.take(cache)
     assert found.states == ("warm",)
     assert found.problems == []
     by_part = {entry.part: entry for entry in found.entries}
@@ -85,9 +85,12 @@ def test_a_compiled_cache_is_warm_and_its_entries_name_their_writer_graph_and_ke
     assert by_part[CPP].name == "cpp_fused_add_cos_sin_0"
 
 
-def test_the_hash_of_torchs_sources_is_read_as_torch_spells_it(cache: Path, forks: tuple[dict[str, Any], Compile]) -> None:
-    keys = {entry.writer.torch_key for entry in inventory.take(cache, ask_torch=False).entries if entry.writer}
+def test_the_hash_of_torchs_sources_is_read_and_computed_as_torch_spells_it(
+    cache: Path, forks: tuple[dict[str, Any], Compile]
+) -> None:
+    keys = {entry.writer.torch_key for entry in inventory.take(cache).entries if entry.writer}
     assert keys == {forks[0]["key"]}
+    assert here.torch_key() == forks[0]["key"]
 
 
 @pytest.mark.skipif(not hasattr(os, "O_NOATIME"), reason="this system has no way to read a file and keep its access time")
@@ -96,8 +99,8 @@ def test_looking_leaves_access_times_and_everything_else_as_they_were(cache: Pat
     for path in copy.rglob("*"):
         os.utime(path, ns=(10**18, path.stat().st_mtime_ns))  # before the last change: the next read would set it
     before = tree_times(copy)
-    assert compile_cache.main(["inventory", str(copy), "--no-torch"]) == 0
-    assert compile_cache.main(["snapshot", str(tmp_path / "s.tar"), "--directory", str(copy), "--no-torch"]) == 0
+    assert compile_cache.main(["inventory", str(copy)]) == 0
+    assert compile_cache.main(["snapshot", str(tmp_path / "s.tar"), "--directory", str(copy)]) == 0
     assert compile_cache.main(["diff", str(copy), str(tmp_path / "s.tar")]) == 1  # the lock is not in it
     assert tree_times(copy) == before
 
@@ -109,7 +112,7 @@ def tree_times(folder: Path) -> dict[str, tuple[int, int]]:
 def test_every_cut_of_an_entry_is_torn(cache: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(cache, tmp_path / "cache"))
     checked = 0
-    for entry in inventory.take(copy, ask_torch=False).entries:
+    for entry in inventory.take(copy).entries:
         for file in entry.files:
             if entry.part not in {GRAPHS, AUTOGRAD} and not file.path.endswith(".so"):
                 continue
@@ -119,10 +122,10 @@ def test_every_cut_of_an_entry_is_torn(cache: Path, tmp_path: Path) -> None:
                 with (copy / file.path).open("rb") as cut:
                     assert damage(cut, file.path, pickled=entry.part != CPP), (file.path, size)
                 checked += 1
-            assert [torn.path for torn in inventory.take(copy, ask_torch=False).torn] == [entry.path]
+            assert [torn.path for torn in inventory.take(copy).torn] == [entry.path]
             (copy / file.path).write_bytes(whole)
     assert checked >= 36
-    assert inventory.take(copy, ask_torch=False).states == ("warm",)
+    assert inventory.take(copy).states == ("warm",)
 
 
 def test_a_restored_cache_gives_the_warm_start_without_a_cpp_compile_also_elsewhere(
@@ -130,7 +133,7 @@ def test_a_restored_cache_gives_the_warm_start_without_a_cpp_compile_also_elsewh
 ) -> None:
     before, snapshot, elsewhere = tree(cache), tmp_path / "cache.tar", tmp_path / "elsewhere"
     assert before is not None
-    assert compile_cache.main(["snapshot", str(snapshot), "--directory", str(cache), "--no-torch"]) == 0
+    assert compile_cache.main(["snapshot", str(snapshot), "--directory", str(cache)]) == 0
     shutil.rmtree(cache)
     assert compile_cache.main(["restore", str(snapshot), "--yes"]) == 0
     restored = tree(cache)
@@ -150,7 +153,7 @@ def test_the_last_read_is_known_where_the_file_system_tells(cache: Path, tmp_pat
     now_ns = time.time_ns()
     for path in copy.rglob("*"):
         os.utime(path, ns=(now_ns - 90 * 10**9, now_ns - 90 * 10**9))
-    assert inventory.to_dict(inventory.take(copy, ask_torch=False))["last_read_seconds"] is None
+    assert inventory.to_dict(inventory.take(copy))["last_read_seconds"] is None
     (graph,) = (copy / "fxgraph").glob("*/*/*")
     os.utime(graph, ns=(now_ns - 30 * 10**9, now_ns - 90 * 10**9))
-    assert inventory.to_dict(inventory.take(copy, ask_torch=False))["last_read_seconds"] == (now_ns - 30 * 10**9) / 1e9
+    assert inventory.to_dict(inventory.take(copy))["last_read_seconds"] == (now_ns - 30 * 10**9) / 1e9

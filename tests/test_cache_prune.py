@@ -67,7 +67,7 @@ def test_each_rule_moves_its_own_entries_and_undo_brings_every_byte_back(cache: 
         (("--torn",), {torn}),
         (("--torn", "--older-than-days", "30"), {torn} | old),
     ):
-        assert run("prune", *rule, "--yes", "--no-torch", "--directory", cache) == 0
+        assert run("prune", *rule, "--yes", "--directory", cache) == 0
         assert gone(before, cache) == expected
         assert (cache / "triton" / "0" / TRITON_KEY).exists() == (
             "--foreign" not in rule
@@ -83,7 +83,7 @@ def test_an_old_entry_that_was_read_lately_stays(cache: Path, tmp_path: Path) ->
     before = tree(cache)
     for name in names(2, "two", tmp_path / "a"):
         os.utime(cache / name, (time.time() - DAY, (cache / name).stat().st_mtime))
-    assert run("prune", "--older-than-days", "30", "--yes", "--no-torch", "--directory", cache) == 0
+    assert run("prune", "--older-than-days", "30", "--yes", "--directory", cache) == 0
     assert tree(cache) == before
 
 
@@ -91,11 +91,11 @@ def test_what_looks_torn_and_is_young_may_be_being_written_and_stays(cache: Path
     graph(cache, 5, ours(), kernel="five")["so"].write_bytes(b"\x7fELF")
     young = write(cache / "ab" / ".99999999.1.tmp", "half")
     before = tree(cache)
-    assert run("prune", "--torn", "--yes", "--no-torch", "--directory", cache) == 0
+    assert run("prune", "--torn", "--yes", "--directory", cache) == 0
     assert [name[:8] for name in gone(before, cache)] == ["fxgraph/"]
     assert capsys.readouterr().out.count("may be being written") == 2
     os.utime(young, (time.time() - 700, time.time() - 700))
-    assert run("prune", "--torn", "--yes", "--no-torch", "--directory", cache) == 0
+    assert run("prune", "--torn", "--yes", "--directory", cache) == 0
     assert not young.exists()
 
 
@@ -103,19 +103,19 @@ def test_by_size_the_longest_unused_go_and_no_more_than_needed(cache: Path, tmp_
     before = tree(cache) or {}
     size = sum(len(content) for content, _, _ in before.values())
     old = names(2, "two", tmp_path / "a")
-    assert run("prune", "--max-bytes", size, "--yes", "--no-torch", "--directory", cache) == 0
+    assert run("prune", "--max-bytes", size, "--yes", "--directory", cache) == 0
     assert tree(cache) == before
-    assert run("prune", "--max-bytes", size - 1, "--yes", "--no-torch", "--directory", cache) == 0
+    assert run("prune", "--max-bytes", size - 1, "--yes", "--directory", cache) == 0
     first = gone(before, cache)
     assert first < old
-    assert run("prune", "--max-bytes", 4, "--yes", "--no-torch", "--directory", cache) == 0
+    assert run("prune", "--max-bytes", 4, "--yes", "--directory", cache) == 0
     assert {*(tree(cache) or {})} == {"notes.txt", "locks/a.lock"}
     assert run("prune", "--undo", "--yes", "--directory", cache) == run("prune", "--undo", "--yes", "--directory", cache) == 0
     assert tree(cache) == before
 
 
 def test_what_was_written_again_meanwhile_is_not_overwritten_by_undo(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("prune", "--torn", "--yes", "--no-torch", "--directory", cache) == 0
+    assert run("prune", "--torn", "--yes", "--directory", cache) == 0
     again = graph(cache, 4, ours(), kernel="four")["fx"].read_bytes()
     after = tree(cache)
     capsys.readouterr()
@@ -137,7 +137,7 @@ def test_a_prune_that_fails_half_way_moves_everything_back(cache: Path, monkeypa
         return original(self, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    assert run("prune", "--max-bytes", 0, "--yes", "--no-torch", "--directory", cache) == 2
+    assert run("prune", "--max-bytes", 0, "--yes", "--directory", cache) == 2
     assert len(moved) == 4
     assert tree(cache) == before
     assert [path.name for path in cache.parent.iterdir()] == ["cache"]
@@ -167,7 +167,7 @@ def step(event, values):
         if moved == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(step)
-compile_cache.main(["prune", "--max-bytes", "0", "--yes", "--no-torch", "--directory", str(cache)])
+compile_cache.main(["prune", "--max-bytes", "0", "--yes", "--directory", str(cache)])
 """
 
 
@@ -180,7 +180,7 @@ def test_a_prune_asks_and_takes_only_yes(cache: Path, monkeypatch: pytest.Monkey
     for answer, code in (("", 2), ("\n", 2), ("no\n", 2), ("y\n", 0)):
         assert tree(cache) == before
         monkeypatch.setattr("sys.stdin", Terminal(answer))
-        assert run("prune", "--torn", "--no-torch", "--directory", cache) == code
+        assert run("prune", "--torn", "--directory", cache) == code
     assert tree(cache) != before
 
 
@@ -188,7 +188,7 @@ def test_a_prune_without_a_rule_or_with_nothing_to_do_changes_nothing(cache: Pat
     before = tree(cache.parent)
     assert run("prune", "--yes", "--directory", cache) == 2
     assert "say what to prune" in capsys.readouterr().err
-    assert run("prune", "--older-than-days", "3000", "--yes", "--no-torch", "--directory", cache) == 0
+    assert run("prune", "--older-than-days", "3000", "--yes", "--directory", cache) == 0
     for rule in ("--older-than-days", "--max-bytes"):
         with pytest.raises(SystemExit, match="2"):
             run("prune", rule, "-1", "--yes", "--directory", cache)
@@ -199,9 +199,9 @@ def test_a_difference_tells_what_came_went_and_was_rewritten(cache: Path, tmp_pa
     snapshot, inventory, told = tmp_path / "s.tar", tmp_path / "i.json", tmp_path / "d.json"
     for path in (cache / "notes.txt", cache / "locks" / "a.lock"):
         path.unlink()
-    assert run("prune", "--torn", "--foreign", "--yes", "--no-torch", "--directory", cache) == 0
-    assert run("snapshot", snapshot, "--directory", cache, "--no-torch") == 0
-    assert run("inventory", cache, "--json", inventory, "--no-torch") == 0
+    assert run("prune", "--torn", "--foreign", "--yes", "--directory", cache) == 0
+    assert run("snapshot", snapshot, "--directory", cache) == 0
+    assert run("inventory", cache, "--json", inventory) == 0
     copy = Path(shutil.copytree(cache, tmp_path / "copy"))
     for before in (cache, copy, snapshot, inventory):
         assert run("diff", before, cache) == 0

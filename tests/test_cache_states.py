@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers_caches import SEEN, TRITON_KEY, graph, h200_here, letters, library, ours, tree, triton_kernel, write
+from helpers_caches import SEEN, TRITON_KEY, graph, h200_here, letters, library, ours, tree, triton_kernel, words, write
 
 from diagnostics import compile_cache
 from diagnostics.caches import here, inventory
@@ -28,21 +29,17 @@ def gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "fingerprint", lambda: {"python_abi": "cpython-312-x86_64-linux-gnu", **h200_here()})
 
 
-def take(directory: Path) -> inventory.Inventory:
-    return inventory.take(directory, ask_torch=False)
-
-
 def test_a_cache_of_our_own_is_warm_and_an_empty_one_cold(tmp_path: Path) -> None:
-    assert take(tmp_path).states == ("cold",)
+    assert inventory.take(tmp_path).states == ("cold",)
     write(tmp_path / "locks" / "x.lock", "")
-    assert take(tmp_path).states == ("cold",)
+    assert inventory.take(tmp_path).states == ("cold",)
     graph(tmp_path, 1, ours())
-    assert take(tmp_path).states == ("warm",)
+    assert inventory.take(tmp_path).states == ("warm",)
 
 
 def test_what_another_torch_wrote_is_foreign_with_the_reason_down_to_its_kernels(tmp_path: Path) -> None:
     graph(tmp_path, 1, SEEN["H200"])
-    found = take(tmp_path)
+    found = inventory.take(tmp_path)
     assert found.states == ("cold", "foreign")
     reason = f"written by torch 2.11.0+cu130, here is {here.fingerprint()['torch']}"
     assert {entry.part: entry.foreign for entry in found.entries} == dict.fromkeys((AUTOGRAD, GRAPHS, PYTHON, CPP), reason)
@@ -51,7 +48,7 @@ def test_what_another_torch_wrote_is_foreign_with_the_reason_down_to_its_kernels
 def test_code_that_a_graph_of_our_own_runs_is_not_foreign(tmp_path: Path) -> None:
     graph(tmp_path, 1, SEEN["H200"])
     graph(tmp_path, 2, ours())
-    found = take(tmp_path)
+    found = inventory.take(tmp_path)
     assert found.states == ("warm", "foreign")
     (kernel,) = (entry for entry in found.entries if entry.part == CPP)
     assert kernel.foreign is None
@@ -64,12 +61,9 @@ def test_an_entry_without_a_version_is_told_by_its_hash_of_torchs_sources(
 ) -> None:
     seen = SEEN["2.14.1"]
     graph(tmp_path, 1, seen)
-    assert take(tmp_path).states == ("warm",)
-    assert "no version of torch" in take(tmp_path).notes[0]
-    monkeypatch.setattr(here, "torch_key", lambda: "another")
     found = inventory.take(tmp_path)
     assert found.states == ("cold", "foreign")
-    assert found.notes[:1] == [] or "no version" not in found.notes[0]
+    assert not any("name no torch" in note for note in found.notes)
     assert inventory.writers(found.entries)[0]["torch_hash"] == seen["hash"]
     monkeypatch.setattr(here, "torch_key", lambda: seen["key"])
     found = inventory.take(tmp_path)
@@ -82,19 +76,28 @@ def test_the_device_decides_too_and_triton_tells_its_own(tmp_path: Path, monkeyp
     graph(tmp_path, 1, SEEN["H200"])
     triton_kernel(tmp_path, named=tmp_path)
     write(tmp_path / "triton" / "0" / TRITON_KEY.replace("4", "5") / "cuda_utils.cpython-312-x86_64-linux-gnu.so", library())
-    assert take(tmp_path).states == ("warm",)
+    assert inventory.take(tmp_path).states == ("warm",)
     values = {**here.fingerprint(), "gpus": ["NVIDIA H200 NVL (cuda sm100)"]}
     monkeypatch.setattr(here, "fingerprint", lambda: values)
-    reasons = {entry.part: entry.foreign for entry in take(tmp_path).entries if entry.name != "cuda_utils"}
+    reasons = {entry.part: entry.foreign for entry in inventory.take(tmp_path).entries if entry.name != "cuda_utils"}
     assert reasons[GRAPHS] == "written for NVIDIA H200, here is NVIDIA H200 NVL (cuda sm100)"
     assert reasons[TRITON] == "written for cuda sm90, here is NVIDIA H200 NVL (cuda sm100)"
     graph(tmp_path, 1, {**SEEN["H200"], "device": "NVIDIA H200 MIG 1g.18gb"})
     values |= {"gpus": ["NVIDIA H200 (cuda sm90)"]}
-    assert take(tmp_path).foreign == []
+    assert inventory.take(tmp_path).foreign == []
     values |= {"triton": "3.7.1", "python_abi": "cpython-313-x86_64-linux-gnu"}
-    reasons = {entry.name or "": entry.foreign for entry in take(tmp_path).entries if entry.part == TRITON}
+    reasons = {entry.name or "": entry.foreign for entry in inventory.take(tmp_path).entries if entry.part == TRITON}
     assert reasons["addk"] == "written by triton 3.6.0, here is 3.7.1"
     assert reasons["cuda_utils"] == "written by Python 312, here is cpython-313-x86_64-linux-gnu"
+
+
+def test_the_system_is_what_stands_behind_the_hash_not_what_a_programs_code_says(tmp_path: Path) -> None:
+    source = [line.replace("H200", "H100").replace("3.6.0", "9.9.9") for line in words(SEEN["H200"])[2:]]
+    entry = {"source": "".join(source), "lines": words(SEEN["H200"]), "padding": "x" * 70_000}
+    write(tmp_path / "fxgraph/aa" / letters("f", 1) / letters("", 1), pickle.dumps(entry, protocol=4))
+    (found,) = inventory.take(tmp_path).entries
+    assert found.writer is not None
+    assert (found.part, found.writer.device, found.writer.triton) == (GRAPHS, "NVIDIA H200", "3.6.0")
 
 
 def test_left_overs_are_torn_once_their_writer_is_gone(tmp_path: Path) -> None:
@@ -102,12 +105,12 @@ def test_left_overs_are_torn_once_their_writer_is_gone(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     write(made["fx"].parent / f".{os.getpid()}.140000.tmp", "half")
-    assert take(tmp_path).states == ("warm",)
+    assert inventory.take(tmp_path).states == ("warm",)
     write(made["fx"].parent / f".{dead.pid}.140000.tmp", "half")
     write(tmp_path / "triton/0" / TRITON_KEY / f"tmp.pid_{dead.pid}_c0ffee" / "k.json", "{")
     write(tmp_path / "triton/0/tmp.123e4567-e89b-12d3-a456-426614174000/k.json", "{")
     write(tmp_path / "locks" / "soft.lock", f"{dead.pid}\n")
-    found = take(tmp_path)
+    found = inventory.take(tmp_path)
     assert found.states == ("warm", "torn")
     assert sorted(entry.part for entry in found.torn) == ["locks", LEFT, LEFT, LEFT]
     assert {entry.damage for entry in found.torn if str(dead.pid) in entry.path} == {
@@ -118,7 +121,7 @@ def test_left_overs_are_torn_once_their_writer_is_gone(tmp_path: Path) -> None:
 def test_a_process_that_was_started_after_the_file_was_written_is_another(tmp_path: Path) -> None:
     left = write(tmp_path / "ab" / f".{os.getpid()}.140000.tmp", "half")
     os.utime(left, (10**9, 10**9))
-    assert take(tmp_path).states == ("cold", "torn")
+    assert inventory.take(tmp_path).states == ("cold", "torn")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_a_process_that_was_started_after_the_file_was_written_is_another(tmp_pa
 )
 def test_damage_is_named(tmp_path: Path, path: str, content: bytes, why: str) -> None:
     write(tmp_path / path, content)
-    (torn,) = take(tmp_path).torn
+    (torn,) = inventory.take(tmp_path).torn
     assert torn.damage == f"{path}: {why}"
 
 
@@ -161,11 +164,11 @@ def test_two_live_processes_contend_and_a_cache_in_use_is_neither_replaced_nor_p
     made = graph(cache, 1, ours())
     assert compile_cache.main(["snapshot", str(snapshot), "--directory", str(cache)]) == 0
     with holding(made["so"]) as one:
-        assert [user.pid for user in take(cache).users] == [one]
-        assert take(cache).states == ("warm",)
+        assert [user.pid for user in inventory.take(cache).users] == [one]
+        assert inventory.take(cache).states == ("warm",)
         with holding(made["code"]) as other:
-            assert [user.pid for user in take(cache).users] == sorted([one, other])
-            assert take(cache).states == ("warm", "contended")
+            assert [user.pid for user in inventory.take(cache).users] == sorted([one, other])
+            assert inventory.take(cache).states == ("warm", "contended")
             assert compile_cache.main(["inventory", str(cache)]) == 1
         before = tree(tmp_path)
         capsys.readouterr()
@@ -173,7 +176,7 @@ def test_two_live_processes_contend_and_a_cache_in_use_is_neither_replaced_nor_p
         assert compile_cache.main(["prune", "--max-bytes", "0", "--yes", "--directory", str(cache)]) == 1
         assert capsys.readouterr().err.count(f"is in use: process {one}") == 2
         assert tree(tmp_path) == before
-    assert take(cache).users == []
+    assert inventory.take(cache).users == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc here: users are not observed, which the inventory says")
@@ -182,7 +185,7 @@ def test_a_process_that_only_names_the_folder_is_told_and_stops_nothing(tmp_path
     graph(cache, 1, ours())
     link.symlink_to(cache)
     with holding(write(tmp_path / "elsewhere", ""), TORCHINDUCTOR_CACHE_DIR=str(link)) as pid:
-        (user,) = take(cache).users
+        (user,) = inventory.take(cache).users
         assert (user.pid, user.holds, user.how) == (pid, False, "has TORCHINDUCTOR_CACHE_DIR set to it")
         assert compile_cache.main(["prune", "--max-bytes", "0", "--yes", "--directory", str(cache)]) == 0
 
@@ -197,7 +200,7 @@ def test_a_shell_that_only_passes_the_folder_on_does_not_use_it(tmp_path: Path) 
         shell.stdin.write(b"x")
         shell.stdin.flush()
         shell.stdout.read(1)  # it runs
-        assert take(tmp_path).users == []
+        assert inventory.take(tmp_path).users == []
         shell.stdin.close()
 
 
@@ -209,7 +212,7 @@ def test_what_is_no_cache_is_told_and_left_alone(tmp_path: Path, capsys: pytest.
         assert str(path) in capsys.readouterr().err
     junk = tmp_path / "junk"
     write(junk / "a" / "b.bin", os.urandom(1000))
-    assert {entry.part for entry in take(junk).entries} == {OTHER}
+    assert {entry.part for entry in inventory.take(junk).entries} == {OTHER}
     for command in (["snapshot", str(tmp_path / "s.tar")], ["prune", "--torn", "--foreign", "--older-than-days", "0", "--yes"]):
         assert compile_cache.main([*command, "--directory", str(junk)]) == (2 if command[0] == "snapshot" else 0)
     assert tree(tmp_path) == {"file": tree(tmp_path)["file"], "junk/a/b.bin": tree(tmp_path)["junk/a/b.bin"]}  # type: ignore[index]  # it is there
@@ -220,7 +223,7 @@ def test_a_link_out_of_the_cache_is_told_and_nothing_is_done(tmp_path: Path) -> 
     graph(cache, 1, ours())
     (cache / "ab").mkdir(exist_ok=True)
     (cache / "ab" / "link").symlink_to(outside.parent)
-    assert take(cache).problems == ["ab/link: a symbolic link that leaves the cache: not followed"]
+    assert inventory.take(cache).problems == ["ab/link: a symbolic link that leaves the cache: not followed"]
     before = tree(tmp_path)
     assert compile_cache.main(["inventory", str(cache)]) == 3
     assert compile_cache.main(["snapshot", str(tmp_path / "s.tar"), "--directory", str(cache)]) == 3
@@ -261,7 +264,7 @@ def test_what_may_not_be_read_is_told_and_nothing_is_done(tmp_path: Path) -> Non
 def test_dates_from_the_future_are_told_and_nothing_is_pruned_by_age(tmp_path: Path) -> None:
     made = graph(tmp_path, 1, ours())
     os.utime(made["code"], (time.time() + 10**7, time.time() + 10**7))
-    assert "in the future" in take(tmp_path).problems[0]
+    assert "in the future" in inventory.take(tmp_path).problems[0]
     before = tree(tmp_path)
     assert compile_cache.main(["inventory", str(tmp_path)]) == 3
     assert compile_cache.main(["prune", "--older-than-days", "0", "--yes", "--directory", str(tmp_path)]) == 3
@@ -320,7 +323,7 @@ def test_the_last_runs_of_a_cache_are_read_from_their_logs(
         (logs / name).mkdir(parents=True)
         (logs / name / "events.jsonl").write_text(text)
     out = tmp_path / "i.json"
-    assert compile_cache.main(["inventory", str(cache), "--no-torch", "--runs", str(logs), "--json", str(out)]) == 0
+    assert compile_cache.main(["inventory", str(cache), "--runs", str(logs), "--json", str(out)]) == 0
     written = json.loads(out.read_text())
     names = [Path(run["log"]).parent.name for run in written["caches"][0]["hits"]]
     assert names == ["new", "old"]
@@ -333,7 +336,7 @@ def test_the_last_runs_of_a_cache_are_read_from_their_logs(
 
 def test_folders_without_run_logs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph(tmp_path / "cache", 1, ours())
-    command = ["inventory", str(tmp_path / "cache"), "--no-torch", "--runs"]
+    command = ["inventory", str(tmp_path / "cache"), "--runs"]
     assert compile_cache.main([*command, str(tmp_path / "cache")]) == 3
     assert "there is no events.jsonl in it" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):

@@ -1,7 +1,8 @@
-"""Laws of the commands about what changed: what ends their output or themselves is told in one line, and by the exit code."""
+"""Laws of the commands, above all of those about what changed: what ends them is told in one line, and by the exit code."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +77,48 @@ def test_a_reader_that_has_gone_changes_neither_exit_code_nor_files(tmp_path: Pa
     assert (tmp_path / "found.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("dflash evaluate --help", 0), ("diagnostics.scan {file}", 0), ("regression.store verify {empty}", 0)],
+)
+def test_every_command_ends_as_if_it_were_read(command: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text("x = 1\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    unread = started(*command.format(file=tmp_path / "nothing.py", empty=tmp_path).split(), stdout=writing)
+    os.close(writing)
+    assert (unread.communicate()[1], unread.returncode) == ("", code)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_is_read_of_a_command_comes_at_once_and_what_is_not_stops_nothing(unbuffered: str) -> None:
+    code = f"""
+import os, subprocess, sys
+from dflash.standard_output import outlive_reader
+print("before")
+outlive_reader()
+print("first €", flush={not unbuffered})
+input()
+print("lost", flush={not unbuffered})
+subprocess.run([sys.executable, "-c", "print('lost too')"], check=True)
+print("on", file=sys.stderr)
+sys.exit(5)
+"""
+    command = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    assert command.stdin is not None
+    assert command.stdout is not None
+    assert command.stderr is not None
+    assert [command.stdout.readline() for _ in range(2)] == ["before\n", "first €\n"]
+    command.stdout.close()
+    command.stdin.write("\n")
+    command.stdin.close()
+    assert (command.stderr.read(), command.wait()) == ("on\n", 5)
+    command.stderr.close()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the full disk is Linux's")
 @pytest.mark.parametrize("name", ["triage", "timeline"])
 def test_a_full_disk_is_told_in_a_line(name: str, tmp_path: Path, log: Path) -> None:
@@ -138,6 +181,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path
         with pytest.raises(SystemExit, match="2"):
             environment.main(["--json", str(tmp_path / name)])
         assert why in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="this system has no file that is standard output")
+def test_json_goes_into_a_pipe_through_dev_stdout(log: Path) -> None:
+    command = started("diagnostics.triage", log, "--json", "/dev/stdout", stdout=subprocess.PIPE)
+    shown, told = command.communicate()
+    assert (command.returncode, told) == (1, "")
+    assert json.loads("{" + shown.split("\n{", 1)[1])["exit_code"] == 1
 
 
 def test_what_is_read_is_not_overwritten(log: Path, tmp_path: Path) -> None:

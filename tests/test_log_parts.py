@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -109,6 +110,78 @@ def test_a_log_in_another_encoding_is_not_cut(tmp_path: Path, monkeypatch: pytes
     groups = Groups()
     read_log(path, groups)
     assert told(groups) == expected
+
+
+def test_a_log_that_grows_faster_than_it_is_read_is_read_as_far_as_it_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = flood(tmp_path / "train.log", num_failures=60)
+    expected, more, writes = whole(path), path.read_bytes(), iter(range(20))
+    read_block = LogSearch.read_block
+
+    def grow(search: LogSearch, block: bytes) -> None:
+        if next(writes, None) is not None:
+            path.write_bytes(path.read_bytes() + more)
+        read_block(search, block)
+
+    monkeypatch.setattr(LogSearch, "read_block", grow)
+    groups = Groups()
+    assert (read_log(path, groups), told(groups)) == expected
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="without /proc a process opens a file of another one by its name")
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_log_that_is_replaced_or_deleted_while_it_is_read_in_parts_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_deleted: bool
+) -> None:
+    path = flood(tmp_path / "train.log", num_failures=60)
+    expected = whole(path)
+    before_parts(path, monkeypatch, lambda: path.unlink() if is_deleted else rotate(path))
+    groups = Groups()
+    assert (read_log(path, groups), told(groups)) == expected
+
+
+def test_a_part_of_another_file_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    path = flood(tmp_path / "train.log", num_failures=6)
+    part = _Part(path, 0, None, tmp_path / "no such place", path.stat().st_ino)
+    assert parts._read_part(part).lines > 0
+    rotate(path)
+    with pytest.raises(Unreadable, match="another file got its name"):
+        parts._read_part(part)
+
+
+@pytest.mark.parametrize("now", [b"", b"another beginning\n" * 5000])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_log_that_is_truncated_or_rewritten_while_it_is_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_processes: int, now: bytes
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("step 1 loss 2.0\n" * 500)
+    before_parts(path, monkeypatch, lambda: path.write_bytes(now), num_processes=num_processes)
+    assert triage.main([str(path)]) == 2
+    assert f"{path}: it was truncated or rewritten while it was read" in capsys.readouterr().err
+    assert triage.main([str(path)]) == (0 if now else 3)
+
+
+def before_parts(path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[], object], *, num_processes: int = 2) -> None:
+    """Have `change` happen once the log has been opened and cut into parts, and have them read by so many processes."""
+    monkeypatch.setattr(parts, "_PART_BYTES", path.stat().st_size // 4)
+    monkeypatch.setattr(parts, "_num_processes", lambda: num_processes)
+    name = "_read_alone" if num_processes == 1 else "_read_parts"
+    read, changes = getattr(parts, name), iter([change])
+
+    def changed(*arguments: object) -> Read:
+        next(changes, lambda: None)()
+        found: Read = read(*arguments)
+        return found
+
+    monkeypatch.setattr(parts, name, changed)
+
+
+def rotate(path: Path) -> None:
+    """Give the log another name, as logrotate does, and its name to a new one."""
+    path.rename(path.with_suffix(".1"))
+    path.write_text("step 1 loss 2.0\n" * 5000)
 
 
 def flood(path: Path, *, num_failures: int) -> Path:

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from dflash.config import MAX_BUDGET
 from dflash.decoding.tree import Floats, Ints, build_tree
+from dflash.standard_output import outlive_reader
 
 _Result = TypeVar("_Result")
 Node = tuple[int, int, int, float]  # depth, place of the parent, token, log-probability
@@ -106,4 +107,5 @@ def _marginals(sharpness: float, levels: int, vocabulary: int, count: int) -> tu
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

@@ -34,6 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dflash.fx import seams
 from dflash.fx.checks import in_trace
 from dflash.fx.isolation import IsolationError, isolated
+from dflash.standard_output import outlive_reader
 
 State = Literal["none", "again", "idle", "beside"]
 Quartiles = tuple[float, float, float]
@@ -221,4 +222,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

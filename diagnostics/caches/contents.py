@@ -42,6 +42,7 @@ _TRITON_NAME = re.compile(r"^def (triton_\w+)\(", re.MULTILINE)
 _LIBRARY = re.compile(r"\.cpython-(\d+)[-.]")
 _MAX_TEXT_BYTES = 4 << 20
 _BEFORE_BYTES, _AFTER_BYTES = 64, 1200  # of a marker: where the words around it are looked for
+_SYSTEM_BYTES = 1 << 14  # behind the hash of torch's sources: some 200 are the system's
 
 
 def read(directory: Path, found: Sequence[Entry]) -> list[str]:
@@ -83,7 +84,9 @@ def _read_file(directory: Path, entry: Entry, file: File, texts: dict[str, str])
 
 def _pickle(entry: Entry, content: mmap.mmap, directory: Path) -> None:
     versions, key = _first(content, b"# torch version: ", _VERSIONS), _first(content, b"] torch_version: ", _KEY)
-    triton, device = _first(content, b"'triton': '", _TRITON), _first(content, b"] system_info[device]: ", _DEVICE)
+    # torch writes what the system is right behind the hash: to search megabytes for what is not there takes most of the time
+    system = content if key is None else content[key.end() : key.end() + _SYSTEM_BYTES]
+    triton, device = _first(system, b"'triton': '", _TRITON), _first(system, b"] system_info[device]: ", _DEVICE)
     entry.writer = Writer(
         torch=_word(versions, 1),
         cuda=_word(versions, 2),
@@ -97,12 +100,13 @@ def _pickle(entry: Entry, content: mmap.mmap, directory: Path) -> None:
         entry.refers_to = tuple(sorted({match[1].decode() for match in _OF_GRAPHS.finditer(content)}))
     elif runs := _first(content, b"cache_key\x94", _RUNS):
         entry.refers_to = (runs[1].decode(),)
-    if content.find(_BUNDLED) >= 0:  # its autotuners name the folder in which they were compiled, and read their results there
+    if system.find(b"'triton': '") >= 0 and content.find(_BUNDLED) >= 0:
+        # its autotuners name the folder in which they were compiled, and read their results there
         folder = _first(content, b"# kernel path: /", _KERNEL_FOLDER)
         entry.bound_to = os.fsdecode(folder[1]) if folder else str(directory)
 
 
-def _first(content: mmap.mmap, marker: bytes, pattern: re.Pattern[bytes]) -> re.Match[bytes] | None:
+def _first(content: mmap.mmap | bytes, marker: bytes, pattern: re.Pattern[bytes]) -> re.Match[bytes] | None:
     """The first match of `pattern` near a `marker`: finding bytes is many times as fast as matching along megabytes."""
     at = content.find(marker)
     while at >= 0:

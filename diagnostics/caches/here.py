@@ -1,7 +1,6 @@
 """This environment as a compile cache sees it: torch's build, Triton, Python's ABI, CPU and GPUs. Imports no torch.
 
-`fingerprint` is the key of a snapshot: equal only where compiled code may be shared. torch's build is read from its
-`version.py`; only `torch_key`, the hash of its sources that entries hold, has to import torch (some 3 s).
+`fingerprint` is the key of a snapshot: equal only where compiled code may be shared. torch's build is read from its `version.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from typing import Any
 import pynvml
 
 from diagnostics.caches.entries import Writer
+from diagnostics.caches.sources import UnknownTorch, hash_of_sources
 
 # Instruction sets: -march=native lets the compiler use all of them. Other flags tell of bugs and virtual machines.
 _INSTRUCTIONS = re.compile(
@@ -122,14 +122,12 @@ def foreign(writer: Writer | None, *, torch_key: str | None = None) -> str | Non
 
 
 @functools.cache
-def torch_key() -> str | None:
-    """The hash of torch's own sources, spelled as in its entries; None where this torch has none. Imports torch."""
-    try:
-        from torch._inductor.codecache import torch_key as hash_of_sources  # noqa: PLC0415 - takes seconds: only where needed
-    except ImportError:
-        return None
-    value = hash_of_sources()
-    return value.decode("utf-8", errors="replace")
+def torch_key() -> str:
+    """The hash of torch's own sources, spelled as in its entries. Raises UnknownTorch where it cannot be told."""
+    folder, version = torch_folder(), _torch_version().get("__version__")
+    if folder is None or version is None:
+        raise UnknownTorch("no torch is installed here" if folder is None else f"{folder}/version.py names no version")
+    return hash_of_sources(Path(folder), version).decode("utf-8", errors="replace")
 
 
 def torch_folder() -> str | None:

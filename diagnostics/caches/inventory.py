@@ -17,6 +17,7 @@ from typing import Any
 from diagnostics.caches import contents, here
 from diagnostics.caches.entries import AUTOGRAD, COMPILED, GRAPHS, LEFT, LOCKS, LOOKED_UP, Entry, Writer, entries, writing_process
 from diagnostics.caches.scan import Scan, opened, scan
+from diagnostics.caches.sources import UnknownTorch
 from diagnostics.caches.users import User, alive_since, users
 
 VERSION = 1
@@ -61,26 +62,27 @@ class Inventory:
         return [*self.scan.unread, *self.scan.doubtful]
 
 
-def take(directory: Path, *, now_seconds: float | None = None, ask_torch: bool = True) -> Inventory:
-    """Look at one cache. Raises CacheError. `ask_torch` imports torch, only where entries name no version of it."""
+def take(directory: Path, *, now_seconds: float | None = None) -> Inventory:
+    """Look at one cache. Raises CacheError."""
     now = time.time() if now_seconds is None else now_seconds
     found = scan(directory, now)
     inventory = Inventory(directory=found.directory, scan=found, entries=entries(found.files))
     found.unread += contents.read(found.directory, inventory.entries)
-    _judge(inventory, ask_torch=ask_torch)
+    _judge(inventory)
     inventory.users, notes = users(found.directory, found.files)
     inventory.notes += notes
     return inventory
 
 
-def _judge(inventory: Inventory, *, ask_torch: bool) -> None:
+def _judge(inventory: Inventory) -> None:
     """Say which entries are foreign and which left-overs are torn."""
     unnamed = [e for e in inventory.entries if e.writer and e.writer.torch_key and not e.writer.torch]
-    key = here.torch_key() if unnamed and ask_torch else None
-    if unnamed and key is None:
-        inventory.notes.append(
-            f"{len(unnamed)} entries name no version of torch but a hash of its sources: not compared with this torch's"
-        )
+    key = None
+    if unnamed:
+        try:
+            key = here.torch_key()
+        except UnknownTorch as error:
+            inventory.notes.append(f"whose are {len(unnamed)} entries that name no torch but a hash of its sources: {error}")
     ours = here.fingerprint()
     for entry in inventory.entries:
         if entry.writer and key is not None and entry.writer.torch is None and entry.writer.torch_key == key:

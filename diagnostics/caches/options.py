@@ -24,14 +24,14 @@ def parser(about: str) -> argparse.ArgumentParser:
         "--runs", type=_folder, action="append", default=[], metavar="DIR",
         help="where runs of the trainer wrote (--output, or a folder above): how often they hit the cache; may come again",
     )  # fmt: skip
-    _add_common(one, "json", "all", "no_torch")
+    _add_common(one, "json", "all")
     one = _command(commands, "diff", "what came, went and was rewritten")
     one.add_argument("before", type=Path, metavar="A", help="folder, snapshot or inventory --json")
     one.add_argument("after", type=Path, metavar="B", help="likewise")
     _add_common(one, "json", "all")
     one = _command(commands, "snapshot", "a copy of a cache")
     one.add_argument("file", type=output_file, metavar="FILE", help="to write, a tar file; must not be there")
-    _add_common(one, "directory", "no_torch")
+    _add_common(one, "directory")
     one = _command(commands, "restore", "put a snapshot in the cache's place")
     one.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a snapshot")
     one.add_argument("--directory", type=Path, metavar="FOLDER", help="(default: where the snapshot was taken)")
@@ -44,7 +44,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     one.add_argument("--foreign", action="store_true", help="entries of another torch, Triton, CUDA, Python or device")
     one.add_argument("--torn", action="store_true", help="damaged entries, and what dead writers left")
     one.add_argument("--empty-trash", action="store_true", help="delete for good what restore and prune moved")
-    _add_common(one, "directory", "yes", "undo", "all", "no_torch")
+    _add_common(one, "directory", "yes", "undo", "all")
     return made
 
 
@@ -66,8 +66,6 @@ def _add_common(parser: argparse.ArgumentParser, *names: str) -> None:
         parser.add_argument("--undo", action="store_true", help="take the last restore or prune of the cache back")
     if "all" in names:
         parser.add_argument("--all", action="store_true", help=f"print all rows, not the first {MAX_ROWS}")
-    if "no_torch" in names:
-        parser.add_argument("--no-torch", action="store_true", help="do not import torch, also where entries name no version")
 
 
 def _folder(text: str) -> Path:

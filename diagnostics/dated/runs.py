@@ -205,7 +205,9 @@ def _rates(run: Run, reading: _Reading) -> None:
 
 def _failures(run: Run, reading: _Reading) -> None:
     groups = Groups()
-    read_log(run.path, groups)
+    read = read_log(run.path, groups)
+    if read.unread:
+        raise Unreadable(read.unread)
     for group in groups.ordered():
         first = group.evidence[0]
         seconds = reading.seconds_at(first.last_line)

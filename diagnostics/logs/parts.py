@@ -6,6 +6,10 @@ nothing is lost at a cut or counted twice. What is found is what one process fin
 tracebacks of one stream were cut, can hang on lines far before, so that counts of such logs differ by a percent or so; of more
 than 500 signatures others may be left ungrouped. Standard input, small files and other encodings than UTF-8 and Latin-1 are read
 by one process.
+
+A file that is still written to is read as far as it reached when it was opened. One that is renamed, replaced or deleted
+meanwhile is read whole all the same, or, in parts where there is no /proc, is said to be. One that was truncated or rewritten is
+said to be, if it is shorter or begins otherwise now.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -39,12 +44,15 @@ class Read(NamedTuple):
     log: str
     lines: int
     bytes: int
+    unread: str = ""  # why that is not all that was there
 
 
 class _Part(NamedTuple):
     path: Path
     begin: int  # byte
-    end: int | None  # None: the end of the file, which may grow meanwhile
+    end: int | None  # None: the end of the file
+    opened: Path | None = None  # where this very file is, whatever gets its name meanwhile
+    inode: int | None = None  # None: any
 
 
 class _Found(NamedTuple):
@@ -60,29 +68,45 @@ def read_log(path: Path, groups: Groups) -> Read:
         raise Unreadable("it is a folder: name log files, for example with a * at its end")
     try:
         with path.open("rb") as file:
-            if path.is_file():
-                parts = list(_parts(path, file))
-                if len(parts) > 1 and _num_processes() > 1:
-                    return _read_parts(path, parts, groups)
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode) or not about.st_size:  # a pipe, or a file of the system's that tells no size
+                return _read_alone(path, file, None, groups)
+            head = file.read(HEAD_BYTES)
+            parts = list(_parts(path, file, head, about.st_size))
+            if len(parts) > 1 and _num_processes() > 1:
+                read = _read_parts(path, parts, groups)
+            else:
                 file.seek(0)
-            search = LogSearch(str(path), groups)
-            search.read(file)
-            return Read(search.log, search.lines, search.bytes)
+                read = _read_alone(path, file, about.st_size, groups)
+            return read._replace(unread=_unread(file, head, about.st_size))
     except OSError as error:
         raise Unreadable(f"{error.strerror or error}: check the name and the right to read it") from error
 
 
-def _parts(path: Path, file: BinaryIO) -> Iterator[_Part]:
+def _read_alone(path: Path, file: BinaryIO, end: int | None, groups: Groups) -> Read:
+    search = LogSearch(str(path), groups)
+    search.read(file, end)
+    return Read(search.log, search.lines, search.bytes)
+
+
+def _unread(file: BinaryIO, head: bytes, size: int) -> str:
+    """Why not all was read of a file that began with `head` and had `size` bytes when it was opened, "" where it was."""
+    file.seek(0)
+    if file.read(len(head)) == head and os.fstat(file.fileno()).st_size >= size:
+        return ""
+    return "it was truncated or rewritten while it was read: read it again"
+
+
+def _parts(path: Path, file: BinaryIO, head: bytes, size: int) -> Iterator[_Part]:
     """Parts that begin with a line: one, where the file is small or in a wide encoding."""
-    size = os.fstat(file.fileno()).st_size
-    begin = 0
-    if size >= 2 * _PART_BYTES and encoding(file.read(HEAD_BYTES)) == _ENCODING:
+    opened, inode, begin = Path(f"/proc/{os.getpid()}/fd/{file.fileno()}"), os.fstat(file.fileno()).st_ino, 0
+    if size >= 2 * _PART_BYTES and encoding(head) == _ENCODING:
         for at in range(_PART_BYTES, size - _PART_BYTES, _PART_BYTES):
             end = _next_line(file, at)
             if end is not None:
-                yield _Part(path, begin, end)
+                yield _Part(path, begin, end, opened, inode)
                 begin = end
-    yield _Part(path, begin, None)
+    yield _Part(path, begin, size, opened, inode)
 
 
 def _next_line(file: BinaryIO, at: int) -> int | None:
@@ -115,7 +139,7 @@ def _put_together(path: Path, parts: Iterable[_Found], groups: Groups) -> Read:
 def _read_part(part: _Part) -> _Found:
     """What begins in a part."""
     search, decode = LogSearch(str(part.path), Groups()), decoder(_ENCODING)
-    with part.path.open("rb") as file:
+    with _open(part) as file:
         file.seek(_begin_before(file, part.begin))
         search.counted = range(0)
         for block in whole_lines(pieces(file, part.begin), decode):
@@ -132,6 +156,18 @@ def _read_part(part: _Part) -> _Found:
             search.read_block(block)
         search.finish()
     return _Found(search.groups, lines_before, lines - lines_before, num_bytes)
+
+
+def _open(part: _Part) -> BinaryIO:
+    """The file that was opened at first: by its name only where there is no other way. Raises Unreadable."""
+    try:
+        file = (part.opened or part.path).open("rb")
+    except OSError:
+        file = part.path.open("rb")
+    if part.inode not in {None, os.fstat(file.fileno()).st_ino}:
+        file.close()
+        raise Unreadable("another file got its name while it was read: read it again")
+    return file
 
 
 def _begin_before(file: BinaryIO, begin: int) -> int:

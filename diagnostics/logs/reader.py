@@ -47,10 +47,10 @@ class Line(NamedTuple):
     dated: bool = False  # a logger put a date before it
 
 
-def blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The file's content as UTF-8 or Latin-1 blocks that end with a line. Raises Unreadable."""
-    head = file.read(HEAD_BYTES)
-    return whole_lines(itertools.chain([head], pieces(file)), decoder(encoding(head)))
+def blocks(file: BinaryIO, end: int | None = None) -> Iterator[bytes]:
+    """The file's content, up to byte `end` of it, as UTF-8 or Latin-1 blocks that end with a line. Raises Unreadable."""
+    head = file.read(HEAD_BYTES if end is None else min(HEAD_BYTES, end))
+    return whole_lines(itertools.chain([head], pieces(file, end)), decoder(encoding(head)))
 
 
 def pieces(file: BinaryIO, end: int | None = None, size: int | None = None) -> Iterator[bytes]:

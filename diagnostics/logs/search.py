@@ -54,9 +54,9 @@ class LogSearch:
         self.bytes = 0
         self.counted = range(sys.maxsize)  # failures that begin at these lines are counted
 
-    def read(self, file: BinaryIO) -> None:
-        """Read to the end. Raises Unreadable, and OSError of the file."""
-        for block in blocks(file):
+    def read(self, file: BinaryIO, end: int | None = None) -> None:
+        """Read to byte `end`, or to the end. Raises Unreadable, and OSError of the file."""
+        for block in blocks(file, end):
             self.read_block(block)
         self.finish()
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from dflash.standard_output import outlive_reader
 from diagnostics.logs.groups import Groups
 from diagnostics.logs.parts import read_log
 
@@ -156,4 +157,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

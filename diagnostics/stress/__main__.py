@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from dflash.standard_output import outlive_reader
 from diagnostics.stress import policies, table
 from diagnostics.stress.children import run_child
 from diagnostics.stress.combination import Combination, Refused, unclean
@@ -139,4 +140,5 @@ def _write_json(path: Path, results: list[tuple[Combination, dict[str, Any]]], l
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

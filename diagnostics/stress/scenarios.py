@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dflash.standard_output import outlive_reader
 from diagnostics.catalogue import CATALOGUE
 from diagnostics.stress import (
     compile_scenarios,
@@ -154,4 +155,5 @@ def _repeat(job: Job, times: int) -> int:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

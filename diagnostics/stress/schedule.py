@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from dflash.standard_output import outlive_reader
 from diagnostics.patch import NotObservable
 from diagnostics.stress import strategies
 from diagnostics.stress.attempts import Attempt, Attempts
@@ -179,4 +180,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

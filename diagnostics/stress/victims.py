@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dflash.fx import seams
+from dflash.standard_output import outlive_reader
 from diagnostics.catalogue import match
 from diagnostics.stress import policies
 from diagnostics.stress.workers import describe
@@ -244,4 +245,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

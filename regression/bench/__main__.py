@@ -37,6 +37,7 @@ from rich.console import Console
 
 from dflash.config import ConfigError
 from dflash.files import write_whole
+from dflash.standard_output import outlive_reader
 from diagnostics.environment import fingerprint
 from regression import baseline
 from regression.bench import settings as bench
@@ -117,4 +118,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())
