@@ -96,14 +96,18 @@ class DataConfig:
 class LossConfig:
     """The objective (reference: DFlash paper, D-PACE arXiv 2605.18810)."""
 
-    kind: Literal["ce", "dpace", "kl"] = "ce"
-    gamma: float | None = None  # decay of the position weights; None: 7, 5, 4 for B = 16, 10, 8, else B/2
+    kind: Literal["ce", "dpace", "kl"] = "dpace"  # fixtures/README.md has the comparison
+    gamma: float | None = None  # decay of the position weights of ce and kl; None: 7, 5, 4 for B = 16, 10, 8, else B/2
     dpace_alpha: float = 0.5
     chunk_tokens: int = 2048  # block tokens whose logits exist at one time
     fp8_head: bool = False  # GPUs: train through the frozen head in fp8 (dflash.modeling.fp8_head)
 
     def __post_init__(self) -> None:
         require(self.gamma is None or self.gamma > 0, f"loss.gamma is {self.gamma}: use a positive number or None")
+        require(
+            self.gamma is None or self.kind != "dpace",
+            f"loss.gamma is {self.gamma}, but dpace weighs positions itself: leave it out, or use --loss.kind ce or kl",
+        )
         require(0 < self.dpace_alpha <= 1, f"loss.dpace-alpha is {self.dpace_alpha}: use a number in (0, 1]")
         require(self.chunk_tokens >= 1, f"loss.chunk-tokens is {self.chunk_tokens}: use at least 1")
         require(not (self.fp8_head and self.kind == "kl"), "loss.fp8-head works with ce and dpace, not with kl: leave one out")
@@ -121,7 +125,7 @@ class OptimConfig:
     decay_fraction: float = 0.2  # only wsd: the last part of the run
     final_fraction: float = 0.0  # learning rate at the end, as a part of the peak
     beta1: float = 0.9
-    beta2: float = 0.95
+    beta2: float = 0.999
     weight_decay: float = 0.0  # on matrices only
     clip: float = 1.0
     bf16_copies: bool = False  # GPUs: multiply by bf16 copies of the matrices, made once a step (dflash.flat)

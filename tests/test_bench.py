@@ -168,6 +168,13 @@ def test_levers_are_off_as_in_the_trainer_and_reach_a_child_as_its_flags() -> No
     assert (config.compile.loss, config.compile.target, config.optim.bf16_copies) == (True, True, True)
 
 
+def test_an_unknown_lever_is_named_with_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        front.main(["drafter_step", "--device", "cpu", "--levers", "loss,chunks"])
+    assert stopped.value.code == 2
+    assert "--levers names 'chunks': known are loss, target, copies, fp8, memory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("lever", ["fp8", "copies"])
 def test_levers_of_gpus_are_refused_on_a_cpu_before_a_bench_starts(lever: str, capsys: pytest.CaptureFixture[str]) -> None:
     for main in (front.main, drafter_step.main):

@@ -116,6 +116,7 @@ def test_loss_and_gradient_equal_full_logits_with_plain_autograd(
     gamma: float | None,
     alpha: float,
 ) -> None:
+    gamma = None if kind == "dpace" else gamma  # it weighs positions itself
     ends, config = make_ends(softcap), LossConfig(kind=kind, chunk_tokens=chunk, gamma=gamma, dpace_alpha=alpha)
     rows, slots = batch.anchors.shape
     hidden = random_tensor(rows, slots * block_size, HIDDEN, seed=seed).requires_grad_()
@@ -275,3 +276,8 @@ def test_position_weights_are_those_of_the_reference() -> None:
     expected = [1, 0.867, 0.751, 0.651, 0.565, 0.490, 0.424, 0.368, 0.319, 0.276, 0.240, 0.208, 0.180, 0.156, 0.135]
     torch.testing.assert_close(position_weights(16, 7.0), torch.tensor(expected), atol=6e-4, rtol=0)
     assert position_weights(8, 4.0).sum().item() == pytest.approx(3.74, abs=0.01)
+
+
+def test_a_decay_that_dpace_would_not_look_at_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gamma is 4\.0, but dpace weighs positions itself"):
+        LossConfig(kind="dpace", gamma=4.0)

@@ -233,7 +233,7 @@ def test_the_curve_holds_decodes_only_and_the_later_of_two_at_one_step(tmp_path:
 
 def test_variants_double_and_halve_the_numbers_of_the_preset(settings: Settings) -> None:
     assert ablations.flags_of(settings, "anchors half") == ["--data.num-anchors", "20"]
-    assert ablations.flags_of(settings, "learning rate double") == ["--optim.learning-rate", "0.006"]
+    assert ablations.flags_of(settings, "anchors double") == ["--data.num-anchors", "80"]
     assert ablations.flags_of(settings, "loss kl") == ["--loss.kind", "kl"]
 
 

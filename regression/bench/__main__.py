@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(name: str, options: argparse.Namespace) -> Result:
     flags = ["--device", options.device, "--rounds", str(options.rounds)]
     flags += ["--shape", options.shape] if options.shape else []
-    flags += ["--levers", *options.levers] if options.levers else []
+    flags += ["--levers", options.levers] if options.levers else []
     flags += ["--specforge", str(options.specforge)] if options.specforge else []
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         log = options.json.with_suffix(f".{name}.log") if options.json else Path(scratch) / "stderr.log"

@@ -89,6 +89,7 @@ class Settings:
             "--data.path": str(config.data.path),
             "--data.sequence-length": str(config.data.sequence_length),
             "--data.num-anchors": str(config.data.num_anchors),
+            "--loss.kind": config.loss.kind,
             "--compile.backend": config.compile.backend,
             "--telemetry.wandb": "off",
         }
@@ -103,7 +104,7 @@ class Settings:
             activation_memory=0.75 if "memory" in self.levers else 1.0,
         )
         updating = dataclasses.replace(config.optim, bf16_copies="copies" in self.levers)
-        losing = dataclasses.replace(config.loss, fp8_head="fp8" in self.levers)
+        losing = dataclasses.replace(config.loss, kind="ce", fp8_head="fp8" in self.levers)  # what SpecForge computes
         return dataclasses.replace(config, compile=compiling, optim=updating, loss=losing)
 
 
@@ -172,7 +173,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, help="default: qwen3-8b on a GPU, tiny on a CPU")
     parser.add_argument("--device", default=where, help=f"cpu or cuda:INDEX (here: {where})")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of a figure (default 10)")
-    parser.add_argument("--levers", nargs="+", choices=LEVERS, default=[], help="of the trainer, which has them off by default")
+    parser.add_argument(
+        "--levers", default="", metavar="NAMES", help=f"of the trainer, comma-separated: {', '.join(LEVERS)} (default: none)"
+    )
     parser.add_argument("--specforge", type=Path, metavar="DIR", help="directory that holds the package specforge")
 
 
@@ -183,9 +186,11 @@ def from_options(options: argparse.Namespace) -> Settings:
         raise ConfigError(f"--rounds {options.rounds}: use at least 1")
     if options.specforge and not (options.specforge / "specforge").is_dir():
         raise ConfigError(f"--specforge {options.specforge} holds no package specforge: pip install --no-deps --target it there")
+    levers = tuple(filter(None, options.levers.split(",")))
+    for lever in levers:
+        if lever not in LEVERS:
+            raise ConfigError(f"--levers names {lever!r}: known are {', '.join(LEVERS)}, with commas between them")
     shape = options.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
-    settings = Settings(
-        shape=shape, device=device, rounds=options.rounds, levers=tuple(options.levers), specforge=options.specforge
-    )
+    settings = Settings(shape=shape, device=device, rounds=options.rounds, levers=levers, specforge=options.specforge)
     check_abilities(settings.config(), [device])
     return settings
