@@ -167,7 +167,7 @@ class CompileConfig:
         for name in ("target", "loss"):
             require(
                 not getattr(self, name) or self.policy != "eager",
-                f"compile.policy is eager, under which nothing is compiled: leave --compile.{name} out, or use another policy",
+                f"compile.policy is eager, under which nothing is compiled: use --compile.no-{name}, or another policy",
             )
 
 

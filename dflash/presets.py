@@ -65,6 +65,7 @@ def qwen3_8b() -> RunConfig:
         drafter=DrafterConfig(block_size=16, num_layers=5, num_features=5),
         data=DataConfig(path=Path("synthetic:256"), sequence_length=4096, rows_per_batch=1, num_anchors=512),
         optim=OptimConfig(steps=50, batches_per_step=1),
+        compile=CompileConfig(loss=True, target=True),
         checkpoint=CheckpointConfig(every_steps=500, keep_last=1, keep_untrained=False),
         telemetry=TelemetryConfig(log_every_steps=10, queue_items=2),
     )

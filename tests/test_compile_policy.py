@@ -358,7 +358,7 @@ def test_the_memory_budget_holds_in_every_worker_and_nowhere_else() -> None:
 
 def test_what_asks_to_compile_is_refused_where_nothing_compiles_or_no_target_runs() -> None:
     for lever in ("target", "loss"):
-        with pytest.raises(ConfigError, match=f"nothing is compiled: leave --compile.{lever} out"):
+        with pytest.raises(ConfigError, match=f"nothing is compiled: use --compile.no-{lever}"):
             CompileConfig(policy="eager", **{lever: True})
         CompileConfig(policy="lock", **{lever: True})
     with pytest.raises(ConfigError, match="no target runs"):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dflash import __main__ as command
 from dflash import plan
-from dflash.config import ConfigError, RunConfig
+from dflash.config import CompileConfig, ConfigError, RunConfig
 from dflash.modeling.random_targets import RANDOM_TARGETS
 from dflash.modeling.target import TargetRunner
 from dflash.plan import Rates
@@ -24,9 +24,10 @@ SMOLLM2 = LlamaConfig(
     vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
     num_key_value_heads=3, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
 )  # fmt: skip
+PLAIN = dataclasses.replace(qwen3_8b(), compile=CompileConfig())  # as the committed run was
 TINY = dataclasses.replace(
-    qwen3_8b(),
-    target=dataclasses.replace(qwen3_8b().target, path="random:qwen3", mask_token_id=511),
+    PLAIN,
+    target=dataclasses.replace(PLAIN.target, path="random:qwen3", mask_token_id=511),
     topology="2t+1d",
     devices="cuda",
 )
@@ -38,7 +39,7 @@ NEAR = 0.05
 
 @pytest.mark.parametrize(
     ("config", "target"),
-    [(qwen3_8b(), RANDOM_TARGETS["qwen3-8b"]()), (smollm2_135m(), SMOLLM2)],
+    [(PLAIN, RANDOM_TARGETS["qwen3-8b"]()), (smollm2_135m(), SMOLLM2)],
     ids=["qwen3-8b", "smollm2-135m"],
 )
 def test_memory_of_a_run_is_what_an_h200_was_measured_to_hold(
@@ -84,7 +85,7 @@ def test_fp8_holds_the_head_twice_more_and_scores_in_fewer_bytes_only_where_one_
 
 
 def test_tokens_per_second_of_a_run_are_what_an_h200_was_measured_to_do() -> None:
-    found = plan.plan(qwen3_8b(), rates_of("plain"))["speed"]
+    found = plan.plan(PLAIN, rates_of("plain"))["speed"]
     assert found["tokens_per_second"] == pytest.approx(_measured_run(qwen3_8b())["tokens_per_second"], rel=NEAR)
     assert found["cautions"] == []
 

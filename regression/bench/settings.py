@@ -94,7 +94,8 @@ class Settings:
             "--telemetry.wandb": "off",
         }
         flags = [part for pair in values.items() for part in pair]
-        return [*flags, *(LEVERS[lever] for lever in self.levers)]
+        off = [f"--compile.no-{name}" for name in ("loss", "target") if name not in self.levers]  # which the preset may have on
+        return [*flags, *off, *(LEVERS[lever] for lever in self.levers)]
 
     def _with_levers(self, config: RunConfig) -> RunConfig:
         compiling = dataclasses.replace(
