@@ -185,6 +185,26 @@ def test_a_long_log_is_thinned_and_keeps_its_change(tmp_path: Path, monkeypatch:
     assert run.end_seconds == NOW - 90_000 + 39_990
 
 
+@pytest.mark.parametrize("name", ["run.log", "events.jsonl"])
+def test_a_growing_log_is_read_up_to_its_size_when_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    lines = steps(NOW - 3600, [100.0] * 20)
+    if name == "events.jsonl":
+        fields = {"name": "step", "fields": {"tokens_per_second": 100.0}}
+        lines = [json.dumps({"time_seconds": NOW - 3600 + 10 * n, **fields}) for n in range(20)]
+    path = write_log(tmp_path / name, lines)
+    stamp = runs._Reading.stamp
+
+    def another_line(reading: runs._Reading, line: int, seconds: float) -> None:
+        stamp(reading, line, seconds)
+        if line < 500:
+            with path.open("a") as file:
+                file.write(lines[-1] + "\n")
+
+    monkeypatch.setattr(runs._Reading, "stamp", another_line)
+    monkeypatch.setattr("diagnostics.logs.reader.BLOCK_BYTES", 100)
+    assert len(read(path, NOW).samples) == 20
+
+
 def test_noise_is_no_change(tmp_path: Path) -> None:
     run = read(write_log(tmp_path / "a.log", steps(NOW - 9000, [1000.0 - 250 * (n // 10 % 2) + n % 7 for n in range(120)])), NOW)
     assert moments(states([run]), []) == []

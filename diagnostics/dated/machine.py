@@ -9,7 +9,7 @@ from pathlib import Path
 from diagnostics.dated.entry import Entry, Found, believable, mtime
 from diagnostics.dated.stamps import Stamps
 from diagnostics.logs.encodings import Unreadable
-from diagnostics.logs.reader import blocks, decode
+from diagnostics.logs.reader import blocks, decode, size_now
 
 _DPKG = re.compile(
     r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (install|upgrade|remove) (\S*(?:nvidia|cuda|libnccl|linux-image)\S*) (\S+) (\S+)"
@@ -22,7 +22,7 @@ def of_log(path: Path, now_seconds: float) -> Found:
     found, stamps = Found(), Stamps(path, now_seconds)
     try:
         with path.open("rb") as file:
-            for block in blocks(file):
+            for block in blocks(file, size_now(file)):
                 for raw in block.splitlines():
                     _line(decode(raw), path, stamps, found)
     except (OSError, Unreadable) as error:

@@ -21,7 +21,7 @@ from diagnostics.environments.masking import masked
 from diagnostics.logs.encodings import Unreadable
 from diagnostics.logs.groups import Groups
 from diagnostics.logs.parts import read_log
-from diagnostics.logs.reader import blocks, decode
+from diagnostics.logs.reader import blocks, decode, size_now
 
 LOWER = 0.7  # of a rate before: slower, not noise
 _UNITS = {
@@ -149,7 +149,7 @@ def _plain(path: Path, stamps: Stamps) -> _Reading:
     reading, number = _Reading(), 0
     last: deque[tuple[int, bytes]] = deque(maxlen=_TAIL_LINES)
     with path.open("rb") as file:
-        for block in blocks(file):
+        for block in blocks(file, size_now(file)):
             for raw in block.splitlines():
                 number += 1
                 last.append((number, raw))
@@ -175,8 +175,9 @@ def _read_line(reading: _Reading, number: int, text: str, stamps: Stamps, *, rat
 def _events(path: Path) -> _Reading:
     """Our own events; lines that are not JSON objects with a time are passed over."""
     reading = _Reading()
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
+    with path.open("rb") as file:
+        lines = (line for block in blocks(file, size_now(file)) for line in block.splitlines())
+        for number, line in enumerate(lines, 1):
             try:
                 event = json.loads(line)
                 seconds = float(event["time_seconds"])

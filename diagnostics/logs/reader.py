@@ -11,6 +11,7 @@ Limits: compressed and binary files are refused; the two halves of a terminal th
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, NamedTuple
@@ -51,6 +52,11 @@ def blocks(file: BinaryIO, end: int | None = None) -> Iterator[bytes]:
     """The file's content, up to byte `end` of it, as UTF-8 or Latin-1 blocks that end with a line. Raises Unreadable."""
     head = file.read(HEAD_BYTES if end is None else min(HEAD_BYTES, end))
     return whole_lines(itertools.chain([head], pieces(file, end)), decoder(encoding(head)))
+
+
+def size_now(file: BinaryIO) -> int | None:
+    """Bytes of an open file at this moment, to end there however fast it grows; None for what tells no size, as in /proc."""
+    return os.fstat(file.fileno()).st_size or None
 
 
 def pieces(file: BinaryIO, end: int | None = None, size: int | None = None) -> Iterator[bytes]:
