@@ -4,7 +4,7 @@ Which files are hashed differs between versions (2.14 hashes one more than 2.13)
 text of the installed torch and run, with the few names that they use. To import torch for it takes some 4 s, this 0.2 s.
 Nothing is kept: a source of torch that was edited gives another hash at once.
 
-Known limit: compared with torch's own value on 2.13.0+cpu and 2.14.1+cu130. The lines of 2.11, 2.12 and 2.15 use the same names.
+Equal to torch's own value on 2.11.0+cu130, 2.13.0+cpu and 2.14.1+cu130; the lines of 2.12 and 2.15 use the same names.
 A torch whose lines use others is told by UnknownTorch, with the name.
 """
 
