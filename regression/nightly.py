@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dflash.standard_output import outlive_reader
 from diagnostics import compile_cache, timeline, triage
 from regression import baseline, confirm, laws, mirror, report
 from regression.child import ChildFailed
@@ -219,4 +220,5 @@ def _table(nights: Sequence[Measurement]) -> Table:
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())
