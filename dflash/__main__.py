@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import os
 import shlex
@@ -155,8 +156,10 @@ def evaluate_command(arguments: list[str]) -> dict[str, Any]:
     """`evaluate`."""
     config = tyro.cli(EvaluateConfig, prog="python -m dflash evaluate", args=arguments)
     from dflash.decoding.evaluate import evaluate  # noqa: PLC0415 - see train_command
+    from dflash.device import intra_op_threads  # noqa: PLC0415 - see train_command
 
-    return evaluate(config)
+    with intra_op_threads(config.device, config.cpu_threads):
+        return evaluate(config)
 
 
 def export_command(arguments: list[str]) -> dict[str, Any]:
@@ -182,8 +185,10 @@ def check_command(arguments: list[str]) -> dict[str, Any]:
     """`check`."""
     config = tyro.cli(CheckConfig, prog="python -m dflash check", args=arguments)
     from dflash.checking.runner import check  # noqa: PLC0415 - see train_command
+    from dflash.device import intra_op_threads  # noqa: PLC0415 - see train_command
 
-    return check(config)
+    with intra_op_threads(config.device, config.cpu_threads):
+        return check(config)
 
 
 def import_command(arguments: list[str]) -> dict[str, Any]:
@@ -211,7 +216,10 @@ def _train_config(arguments: list[str]) -> RunConfig:
     """The flags of `train`. What is wrong with them is said by one rank only where torchrun has started several."""
 
     def parse(*, aloud: bool) -> RunConfig:
-        with contextlib.nullcontext() if aloud else contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.ExitStack() as silent:
+            if not aloud:
+                silent.enter_context(contextlib.redirect_stderr(io.StringIO()))
+                silent.enter_context(contextlib.redirect_stdout(io.StringIO()))
             return tyro.cli(RunConfig, prog="python -m dflash train", default=_preset_of(arguments), args=arguments)
 
     rank = os.environ.get("RANK", "0")
@@ -230,11 +238,12 @@ def _train_config(arguments: list[str]) -> RunConfig:
 
 
 def _preset_of(arguments: list[str]) -> RunConfig:
-    for position, argument in enumerate(arguments):
-        if argument == "--preset" and position + 1 < len(arguments):
-            return presets.preset(arguments[position + 1])
-        if argument.startswith("--preset="):
-            return presets.preset(argument.removeprefix("--preset="))
+    named = [value for argument, value in itertools.pairwise(arguments) if argument == "--preset"]
+    named += [argument.removeprefix("--preset=") for argument in arguments if argument.startswith("--preset=")]
+    if len(named) > 1:
+        raise ConfigError(f"a run has one preset, found {', '.join(named)}: leave the others out")
+    if named:
+        return presets.preset(named[0])
     if {"-h", "--help"} & set(arguments):
         return RunConfig()
     raise ConfigError(f"a run needs --preset: one of {', '.join(presets.PRESETS)}")

@@ -84,6 +84,8 @@ def capture(config: RunConfig, *, shard_bytes: int = SHARD_BYTES) -> dict[str, A
     something else.
     """
     device = _device(config)
+    if (config.output / "config.json").exists() or (config.output / "checkpoints").exists():
+        raise ConfigError(f"{config.output} holds a training run: name another --output for the features")
     if config.compile.target:
         _say("capture compiles nothing: --compile.target is not used")
     with intra_op_threads(config.devices, config.cpu_threads):

@@ -100,12 +100,14 @@ class EvaluateConfig:
     budgets: tuple[int, ...] = ()  # nodes of the draft trees (DDTree) that are tried beside the chain of drafts
     tree_attention: Literal["sdpa", "flex"] = "sdpa"  # by which the target verifies trees; flex is compiled, for GPUs
     batch: int = 1  # prompts that are decoded together
+    cpu_threads: int = 1  # intra-op threads when the device is a CPU; many are slower than one where other programs run
     against: Path | None = None  # evaluate-CHECKPOINT.json of another drafter: tells the difference of τ, prompt by prompt
 
     def __post_init__(self) -> None:
         require(self.max_prompts >= 1 and self.max_new_tokens >= 1, "max-prompts and max-new-tokens must be at least 1")
         require(0 <= self.temperature < math.inf, f"temperature is {self.temperature}: use 0 (greedy) or a positive number")
         require(self.batch >= 1, f"batch is {self.batch}: use at least 1")
+        require(self.cpu_threads >= 1, f"cpu-threads is {self.cpu_threads}: use at least 1")
         for budget in self.budgets:
             check_budget(budget)
         require(len(set(self.budgets)) == len(self.budgets), f"budgets are {list(self.budgets)}: name each one once")

@@ -164,11 +164,11 @@ class CompileConfig:
             share == 1 or self.policy != "eager",
             "compile.activation-memory is of compiled drafters, compile.policy is eager: leave one out",
         )
-        for name in ("target", "loss"):
-            require(
-                not getattr(self, name) or self.policy != "eager",
-                f"compile.policy is eager, under which nothing is compiled: use --compile.no-{name}, or another policy",
-            )
+        off = " ".join(f"--compile.no-{name}" for name in ("target", "loss") if getattr(self, name))
+        require(
+            not off or self.policy != "eager",
+            f"compile.policy is eager, under which nothing is compiled: use {off}, or another policy",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             "a plan of one run, without --simulate" if own.simulate else "--simulate RUN...; a run's devices are its --topology's"
         )
         raise ConfigError(f"{' '.join(sorted(unused))}: for {what}")
+    if own.gpu_memory_gib is not None and not 0 < own.gpu_memory_gib < math.inf:
+        raise ConfigError(f"--gpu-memory-gib is {own.gpu_memory_gib}: use a positive number")
     if given & {"-h", "--help"}:
         parser.print_help()
     return own, fields
@@ -50,7 +53,8 @@ def options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def simulated(own: argparse.Namespace) -> dict[str, Any]:
     """What `--simulate` asks for. Raises ConfigError."""
     positive = (own.gpus_per_node, own.link_gb_per_second, own.network_gb_per_second)
-    if min(positive) <= 0 or min(own.states_gb, own.gradients_gb, own.spread) < 0:
+    others = (own.states_gb, own.gradients_gb, own.spread)
+    if not all(0 < value < math.inf for value in positive) or not all(0 <= value < math.inf for value in others):
         raise ConfigError("--simulate: machines and links must be above 0, sizes and spread 0 or more")
     fleet = Fleet(
         gpus_per_node=own.gpus_per_node,

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
-from dflash import checkpoint
+from filelock import FileLock, Timeout
+
+from dflash import checkpoint, events
 from dflash.checkpoint import TrainState
 from dflash.config import RunConfig
 from dflash.errors import CheckpointError
 
 RESULT_FILE = "result.json"
+LOCK_FILE = ".in-use"
+_LOCK_SECONDS = 5.0  # a run that was killed may still be ending
+
+
+@contextlib.contextmanager
+def held(config: RunConfig) -> Iterator[None]:
+    """Keep other runs out of the output directory, which is made for a first start.
+
+    Raises CheckpointError while another run is in it. Storage that cannot lock is used without, which a notice says.
+    """
+    if config.resume and not config.output.is_dir():  # nothing to resume, which is told by whoever looks for it
+        yield
+        return
+    config.output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(config.output / LOCK_FILE, timeout=_LOCK_SECONDS)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise CheckpointError(f"{config.output} is in use by another run: wait until it ends, or use another --output") from None
+    except (OSError, NotImplementedError) as error:
+        events.record("notice", text=f"{config.output} cannot be locked ({error}): whether another run uses it is not known")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def last_checkpoint(config: RunConfig) -> str | None:

@@ -53,17 +53,25 @@ def train(config: RunConfig) -> dict[str, Any] | None:
         with joined(config) as ranks:
             return train_rank(config, ranks)
     placement = place(config)
-    resumed = resuming.saved_state(config)
-    config.output.mkdir(parents=True, exist_ok=True)
     policy = CompilePolicy(config.compile, num_drafters=len(placement.drafters))
-    with stop_on_signals() as stop, _running(config, policy, placement, stop, resumed) as measured:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(resuming.held(config))
+        resumed = resuming.saved_state(config)
+        stop = stack.enter_context(stop_on_signals())
+        measured = stack.enter_context(_running(config, policy, placement, stop, resumed))
         parts = build(config, placement, policy)
         engine = ThreadsEngine(config, placement, parts, policy)
         return _train(Trainer(config, parts, policy, stop, engine), resumed, measured)
 
 
 def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
-    """The training of one rank, which has joined the others."""
+    """The training of one rank, which has joined the others; the one that leads keeps other runs out of the output."""
+    with contextlib.ExitStack() as stack:
+        ranks.agree("taking the output", lambda: stack.enter_context(resuming.held(config)) if ranks.leads else None, USER_ERRORS)
+        return _train_rank(config, ranks)
+
+
+def _train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
     notices: list[str] = []
     if ranks.launch.restart:
         notices = ranks.agree("looking at the checkpoints", lambda: resuming.set_aside(config, leads=ranks.leads), USER_ERRORS)

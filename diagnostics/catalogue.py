@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_SERIAL = (
+_ONE_THREAD = (
     "Let one thread do every first compile, forward and backward, before the others start, and let nothing recompile later; "
-    "or give each device its own process; or call dflash.fx.isolate() at the top of the program: each thread then traces for "
-    "itself. A lock of your own helps only if every trace and every compiled call takes it."
+    "or give each device its own process."
 )
+_SERIAL = (
+    f"{_ONE_THREAD} Or call dflash.fx.isolate() at the top of the program: each thread then traces for itself. A lock of your "
+    "own helps only if every trace and every compiled call takes it."
+)
+_NOT_BY_ISOLATION = "dflash.fx.isolate() does not cure it."
 _NOT_A_CURE = (
     "Setting error_on_nested_fx_trace to False, or patching the check away, turns the error into code that runs uncompiled, "
     "silently."
@@ -111,7 +115,7 @@ CATALOGUE = {
     "F12": Failure(
         "several threads compiled the same function",
         "First calls that meet at the compile lock do not look at the cache again after waiting; devices have their own guards.",
-        f"Nothing is wrong yet, but time and the recompile limit are spent. {_SERIAL}",
+        f"Nothing is wrong yet, but time and the recompile limit are spent. {_ONE_THREAD} {_NOT_BY_ISOLATION}",
     ),
     "F13": Failure(
         "flex_attention with gradients and without torch.compile traced in two threads at once",
@@ -136,7 +140,7 @@ CATALOGUE = {
         "random numbers repeat, or a default is undone, beside a compile",
         "A compile saves the random state and the default dtype of the process when it begins and restores them when it ends: "
         "what other threads drew or set meanwhile is undone.",
-        f"Draw from a torch.Generator of the thread's own; set defaults before threads start. {_SERIAL}",
+        f"Draw from a torch.Generator of the thread's own; set defaults before threads start. {_ONE_THREAD} {_NOT_BY_ISOLATION}",
     ),
     "F17": Failure(
         "Triton's autotuner, CUDA-graph trees or cache loads failed in several threads",

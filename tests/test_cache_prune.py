@@ -252,3 +252,13 @@ def test_what_is_neither_folder_snapshot_nor_inventory_is_told(cache: Path, tmp_
     before = tree(cache)
     assert run("diff", file, cache) == run("diff", cache, tmp_path / "nothing") == run("restore", file, "--yes") == 2
     assert tree(cache) == before
+
+
+def test_a_folder_that_is_no_cache_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "skipped.jsonl").touch()
+    os.utime(folder / "skipped.jsonl", (0, 0))
+    assert run("prune", "--torn", "--yes", "--directory", folder) == 1
+    assert "holds nothing that torch or Triton keeps in a compile cache" in capsys.readouterr().err
+    assert (folder / "skipped.jsonl").exists()

@@ -226,3 +226,9 @@ def test_targets_beside_features_and_neither_of_them_are_refused(tmp_path: Path,
         with pytest.raises(SystemExit, match="2"):
             main(["train", "--preset", "tiny-cpu", "--topology", topology, *features])
         assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_features_are_not_written_into_a_training_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds a training run: name another --output"):
+        capture(make_config(tmp_path / "run"))

@@ -90,6 +90,13 @@ def test_every_command_ends_as_if_it_were_read(command: str, code: int, tmp_path
     assert (unread.communicate()[1], unread.returncode) == ("", code)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the full disk is Linux's")
+def test_a_log_that_nobody_can_write_changes_no_exit_code() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "dflash", "plan", "--preset", "none"]
+        assert subprocess.run(command, stderr=full, stdout=subprocess.PIPE, check=False).returncode == 2
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_is_read_of_a_command_comes_at_once_and_what_is_not_stops_nothing(unbuffered: str) -> None:
     code = f"""

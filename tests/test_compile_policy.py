@@ -361,5 +361,7 @@ def test_what_asks_to_compile_is_refused_where_nothing_compiles_or_no_target_run
         with pytest.raises(ConfigError, match=f"nothing is compiled: use --compile.no-{lever}"):
             CompileConfig(policy="eager", **{lever: True})
         CompileConfig(policy="lock", **{lever: True})
+    with pytest.raises(ConfigError, match=r"use --compile\.no-target --compile\.no-loss, or another policy"):
+        CompileConfig(policy="eager", target=True, loss=True)
     with pytest.raises(ConfigError, match="no target runs"):
         RunConfig(topology="0t+1d", data=DataConfig(features=Path("features")), compile=CompileConfig(target=True))

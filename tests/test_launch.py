@@ -61,7 +61,7 @@ def test_a_missing_address_is_told_once_a_machine(
     assert capsys.readouterr().err.count("not set: MASTER_ADDR;") == told
 
 
-@pytest.mark.parametrize(("name", "value"), [("MASTER_ADDR", ""), ("RANK", "first")])
+@pytest.mark.parametrize(("name", "value"), [("MASTER_ADDR", ""), ("RANK", "first"), ("RANK", "7"), ("MASTER_PORT", "999999")])
 def test_a_missing_or_wrong_variable_is_named(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):
         Launch.read(VARIABLES | {name: value})

@@ -8,6 +8,7 @@ import pytest
 from helpers_training import make_config
 
 from dflash import __main__ as command
+from dflash import resuming
 from dflash.config import ConfigError, RunConfig, run_config_from_dict, to_dict
 from dflash.modeling import contract
 from dflash.presets import PRESETS, preset
@@ -73,7 +74,7 @@ def test_what_a_cpu_cannot_do_is_refused_at_once_and_in_one_message(
         (["--preset", "large"], "unknown preset 'large': known are tiny-cpu"),
         (["--data.path", "nowhere"], "not a directory of prepared data"),
         (["--compile.policy", "prewarm", "--compile.backend", "magic"], "'magic' is not known to this torch"),
-        (["--compile.loss", "--compile.policy", "eager"], "leave --compile.loss out"),
+        (["--compile.loss", "--compile.policy", "eager"], "use --compile.no-loss, or another policy"),
     ],
 )
 def test_bad_settings_exit_with_2_and_say_what_to_change(
@@ -91,6 +92,35 @@ def test_bad_settings_exit_with_2_and_say_what_to_change(
     assert code == 2
     error = capsys.readouterr().err
     assert re.search(message, error)
+
+
+def test_a_second_preset_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in (["--preset", "qwen3-8b"], ["--preset=tiny-cpu"]):
+        assert command.main([*flags(tmp_path / "run"), *more]) == 2
+        assert "a run has one preset, found tiny-cpu, " in capsys.readouterr().err
+
+
+def test_a_run_keeps_others_out_of_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resuming, "_LOCK_SECONDS", 0.1)
+    for resume in ([], ["--resume"]):
+        with resuming.held(RunConfig(output=tmp_path / "run")):
+            assert command.main([*flags(tmp_path / "run"), *resume]) == 2
+        assert f"{tmp_path / 'run'} is in use by another run: wait" in capsys.readouterr().err
+    assert command.main([*flags(tmp_path / "none"), "--resume"]) == 2
+    assert not (tmp_path / "none").exists()
+
+
+def test_help_of_several_ranks_is_printed_by_the_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for rank, shown in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            command.main(["train", "--help"])
+        assert (ended.value.code, bool(capsys.readouterr().out)) == (0, shown)
 
 
 def test_an_unknown_flag_is_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -274,6 +274,7 @@ def test_so_many_gpus_are_split_as_the_work_asks_and_the_plan_is_of_the_best_spl
     ("arguments", "message"),
     [
         (["--gpus", "1"], "need 2"),
+        (["--gpu-memory-gib", "nan"], "--gpu-memory-gib is nan: use a positive number"),
         (["--gpus", "8", "16"], "one number"),
         (["--gpus", "8", "--topology", "5t+3d"], "leave them out"),
         (["--states-gb", "3"], "--states-gb: for --simulate"),

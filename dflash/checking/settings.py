@@ -33,10 +33,13 @@ class CheckConfig:
     dtype: Literal["float32", "bfloat16"] | None = None  # of target and served drafter; None: the record's, else float32
     examples: int = 8  # texts that the alignment and parity probes read
     max_tokens: int = 512  # of each text
+    cpu_threads: int = 1  # intra-op threads when the device is a CPU; many are slower than one where other programs run
 
     def __post_init__(self) -> None:
         if self.examples < 1 or self.max_tokens < 16:
             raise ConfigError(f"examples is {self.examples}, max-tokens {self.max_tokens}: use at least 1 and 16")
+        if self.cpu_threads < 1:
+            raise ConfigError(f"cpu-threads is {self.cpu_threads}: use at least 1")
         if self.gguf_file is not None and self.target is None:
             raise ConfigError("gguf-file has no meaning without --target: add it")
 

@@ -69,6 +69,10 @@ class Launch:
             if not text.isdecimal():
                 raise ConfigError(f"the variable {name} is {text!r}, expected a number: start the run with torchrun")
             numbers[name] = int(text)
+        if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+            raise ConfigError(f"RANK is {numbers['RANK']} of WORLD_SIZE {numbers['WORLD_SIZE']}: start the run with torchrun")
+        if numbers["MASTER_PORT"] > 65535:
+            raise ConfigError(f"MASTER_PORT is {numbers['MASTER_PORT']}: ports end at 65535")
         return cls(
             rank=numbers["RANK"],
             world_size=numbers["WORLD_SIZE"],
