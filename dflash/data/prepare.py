@@ -15,7 +15,6 @@ skipped by id and reason, and at the end the ids of all examples.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections import Counter
@@ -43,7 +42,7 @@ from dflash.data.provenance import Totals, fingerprint, meta_of
 from dflash.data.questions import TargetTokens, to_questions
 from dflash.data.server import Served
 from dflash.data.shelf import PromptShelf
-from dflash.device import parse_device
+from dflash.device import intra_op_threads, parse_device
 from dflash.modeling.target import describe_target, load_target, resolve_mask_token_id, text_config
 
 
@@ -91,7 +90,7 @@ def _prepare(config: PrepareConfig) -> dict[str, Any]:
     if config.server is not None:  # answers of one model are not gone on with by another
         config = dataclasses.replace(config, server_model=model_name(config, _served(target)))
     with AnswerJournal(config.output, fingerprint(config, target.tokens)) as journal:
-        with _cpu_threads(config):
+        with intra_op_threads(config.device, config.cpu_threads):
             generation, unanswered = _answer_all(config, target, prompts, journal)
         skipped += [(one.sample_id, f"not answered: {one.reason}") for one in unanswered]
         totals = Totals()
@@ -252,16 +251,6 @@ def _answer_there(
 def _served(target: _Target) -> Served:
     tokens = target.tokens
     return Served(tokenizer=tokens.tokenizer, vocab_size=tokens.vocab_size, end_token_ids=tokens.end_token_ids)
-
-
-@contextlib.contextmanager
-def _cpu_threads(config: PrepareConfig) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.cpu_threads if config.device == "cpu" else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _answer_batch(
