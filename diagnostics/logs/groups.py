@@ -83,7 +83,7 @@ class Group:
         self.sure = min(self.sure, later.sure, key=_SURE.index)
         self.evidence += later.evidence[: MAX_EVIDENCE - len(self.evidence)]
         self.doubts.update(later.doubts)
-        self.facts.update(itertools.islice(later.facts.items(), _MAX_FACTS - len(self.facts)))
+        self.facts.update(itertools.islice(later.facts.items(), max(0, _MAX_FACTS - len(self.facts))))
         self.streams.update(itertools.islice(later.streams.items(), _MAX_STREAMS - len(self.streams)))
 
     def to_dict(self) -> dict[str, Any]:
