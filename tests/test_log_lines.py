@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given, settings
@@ -154,15 +155,34 @@ def test_unknown_messages_of_a_flood_are_counted_and_known_ones_among_them_are_f
     assert counts(text, held=True)["cuda-oom", "OSError in a1.py:f"] == 3
 
 
+@pytest.mark.parametrize("form", ["{}\n", f"{HEAD}\n{FRAME}\n{{}}\n", f"{HEAD}\n{FRAME}\n{{}}\nand more\n"])
+@pytest.mark.parametrize("sizes", [[1] * 30 + [2] * 30 + [3], range(40), [7] * 3], ids=["few sizes", "many", "one"])
+def test_a_flood_of_a_full_gpu_says_of_sizes_what_its_messages_say_one_by_one(form: str, sizes: Sequence[int]) -> None:
+    said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {}.50 GiB. GPU 0 has a total capacity of 79.11 GiB"
+    text = "".join(form.format(said.format(size)) for size in sizes).encode()
+    flood, one_by_one = (list(found_in(text, held=held).ordered()) for held in (True, False))
+    assert [group.to_dict() for group in flood] == [group.to_dict() for group in one_by_one]
+    assert [group.count for group in flood] == [len(sizes)]
+    assert list(flood[0].facts) == [
+        f"GPU 0: {size}.50 GiB asked for, of 79.11 GiB" for size in list(dict.fromkeys(sizes))[: groups._MAX_FACTS]
+    ]
+
+
 def counts(text: bytes, *, held: bool) -> dict[tuple[str, str], int]:
     """How often each failure is found, with lines of failures held back or read one by one."""
+    found = found_in(text, held=held)
+    return {**{(group.kind.id, group.signature): group.count for group in found.ordered()}, ("", ""): found.dropped}
+
+
+def found_in(text: bytes, *, held: bool) -> groups.Groups:
+    """What is found, with lines of failures held back or read one by one."""
     found = groups.Groups()
     with pytest.MonkeyPatch.context() as patch:
         if not held:
             patch.setattr(LogSearch, "_hold", lambda *_: False)
             patch.setattr(LogSearch, "_says_nothing", lambda *_: False)
         LogSearch("log", found).read(io.BytesIO(text))
-    return {**{(group.kind.id, group.signature): group.count for group in found.ordered()}, ("", ""): found.dropped}
+    return found
 
 
 def rotated(failures: list[list[str]], number: int) -> list[list[str]]:

@@ -63,6 +63,17 @@ def test_parts_say_together_what_one_reader_says(tmp_path_factory: pytest.TempPa
     assert (read, told(groups)) == whole(path)
 
 
+def test_parts_that_each_say_more_than_is_kept_of_a_kind_are_put_together(tmp_path: Path) -> None:
+    full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {n} GiB. GPU 1 has a total capacity of 99 GiB. "
+    others = "".join(f"Process {{n}}{other} has 1 GiB memory in use. " for other in range(4))
+    path, log = tmp_path / "parts.log", "".join(f"{full}{others}\n".format(n=n) for n in range(20)).encode()
+    path.write_bytes(log)
+    middle = log.index(b"\n", len(log) // 2) + 1
+    groups = Groups()
+    read = parts._put_together(path, map(parts._read_part, [_Part(path, 0, middle), _Part(path, middle, None)]), groups)
+    assert (read, told(groups)) == whole(path)
+
+
 def test_a_part_begins_well_where_it_is_read_from_the_middle_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_BEFORE_BYTES", 3000)
     monkeypatch.setattr(parts, "_BEHIND_BYTES", 100)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
+from functools import lru_cache
 
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB|TiB)"
 _BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_OOM = {
+_OOM_SAYS = {
     "tried": rf"Tried to allocate {_SIZE}",
     "capacity": rf"total capacit?y of {_SIZE}",
     "free": rf"of which {_SIZE} is free",
@@ -16,6 +17,7 @@ _OOM = {
     "allocated": rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
     "reserved": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }
+_OOM = {name: re.compile(words) for name, words in _OOM_SAYS.items()}
 _OTHER_PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _MODULE = re.compile(r"No module named ['\"]?([\w.]+)|requires (?:the )?`?([Aa]ccelerate)`?|pip install ['\"`]?([\w-]+)")
 _FOUND_VERSION = re.compile(r"found version (\d+)")
@@ -26,18 +28,19 @@ _LIMIT = re.compile(r"hit config\.(\w+) \((\d+)\)(?:\s+function: (.+?)(?=\s+last
 _DEVICE = re.compile(r"GPU (\d+) has a total")
 
 
-def facts(kind: str, text: str) -> list[str]:
+@lru_cache(64)
+def facts(kind: str, text: str) -> tuple[str, ...]:
     """Sentences, or none where the message says nothing more."""
     read = _READERS.get(kind)
-    return read(" ".join(text.split())) if read is not None else []
+    return tuple(read(" ".join(text.split()))) if read is not None else ()
 
 
 def _oom(text: str) -> list[str]:
-    sizes = {name: _size(found.groups()) for name, pattern in _OOM.items() if (found := re.search(pattern, text))}
+    sizes = {name: _size(found.groups()) for name, pattern in _OOM.items() if (found := pattern.search(text))}
     others = [(int(pid), _size((number, unit))) for pid, number, unit in _OTHER_PROCESS.findall(text)]
     told = []
-    device = _DEVICE.search(text)
     if {"capacity", "tried"} <= sizes.keys():
+        device = _DEVICE.search(text)
         free = f", {_gib(sizes['free'])} free" if "free" in sizes else ""
         told.append(f"GPU {device[1] if device else '?'}: {_gib(sizes['tried'])} asked for, of {_gib(sizes['capacity'])}{free}")
     told += [f"process {pid} held {_gib(held)}: another process is on this GPU" for pid, held in others]

@@ -3,8 +3,9 @@
 A `Run` begins with a traceback's head or with an exception that stands alone, where nothing else of its stream is open, and ends
 where the next line surely ends its message: with such a line again, with a line that is dated where the message is not, or
 when more lines followed than a message keeps. Its lines are held back until then. What they counted is remembered where digits
-cannot matter to it; `search` reads them one by one if they are new, or if their group still needs evidence. A traceback of which
-only the message is new, and names no known kind, is counted by what its frames counted.
+cannot matter to it; `search` reads them one by one if they are new, or if their group still needs evidence, and the message alone
+where its numbers may still say something. A traceback of which only the message is new, and names no known kind, is counted by
+what its frames counted.
 
 Limit: lines that carry no form (`templates`), exception groups and dumps are never held.
 """
@@ -76,10 +77,16 @@ class Run:
         return tuple(self.keys) if sum(map(len, self.keys)) <= MAX_KNOWN_BYTES else None
 
     @property
-    def frames(self) -> tuple[Key, str, str] | None:
-        """All but the message, the exception and the message, where the run is one traceback that ends with them."""
+    def exception(self) -> tuple[str, str] | None:
+        """The exception and the message, where the run has one only and ends with them."""
         raw, template, _ = self.held[-1]
-        if template.is_ != EXCEPTION or self.num_exceptions != 1 or len(self.held) < 2:
+        if template.is_ != EXCEPTION or self.num_exceptions != 1:
             return None
         exception, _, message = template.words(raw).decode().strip().partition(":")
-        return (*self.keys[:-1], exception.encode()), exception, message.strip()
+        return exception, message.strip()
+
+    @property
+    def frames(self) -> tuple[Key, str, str] | None:
+        """All but the message, the exception and the message, where the run is one traceback that ends with them."""
+        ending = self.exception if len(self.held) > 1 else None
+        return ((*self.keys[:-1], ending[0].encode()), *ending) if ending is not None else None

@@ -67,7 +67,12 @@ class Group:
     @property
     def is_full(self) -> bool:
         """Another failure would add nothing but its count."""
-        return len(self.evidence) >= MAX_EVIDENCE and self.kind.id not in TELLING
+        return self.has_evidence and (self.kind.id not in TELLING or len(self.facts) >= _MAX_FACTS)
+
+    @property
+    def has_evidence(self) -> bool:
+        """Another failure would add nothing but its count and what its message says in numbers."""
+        return len(self.evidence) >= MAX_EVIDENCE
 
     def count_one(self, sure: Sure, stream: str) -> None:
         """One more, of rank or stream `stream`."""
@@ -83,7 +88,7 @@ class Group:
         self.sure = min(self.sure, later.sure, key=_SURE.index)
         self.evidence += later.evidence[: MAX_EVIDENCE - len(self.evidence)]
         self.doubts.update(later.doubts)
-        self.facts.update(itertools.islice(later.facts.items(), _MAX_FACTS - len(self.facts)))
+        self.facts.update(itertools.islice(later.facts.items(), max(0, _MAX_FACTS - len(self.facts))))
         self.streams.update(itertools.islice(later.streams.items(), _MAX_STREAMS - len(self.streams)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,7 +130,7 @@ class Groups:
         if len(group.evidence) < MAX_EVIDENCE:
             group.evidence.append(_evidence(log, traceback))
         if group.kind.id in TELLING:
-            self._learn(group, traceback.text)
+            self.learn(group, traceback.text)
         if traceback.truncated:
             end = "begins" if traceback.truncated == "start" else "ends"
             group.doubts[f"some tracebacks are not whole: the log {end} inside, or their frames were not printed"] = None
@@ -146,7 +151,7 @@ class Groups:
             group.evidence.append(
                 Evidence(log=log, first_line=number, last_line=number, stream=stream, thread="", text=text.strip()[:300])
             )
-        self._learn(group, text)
+        self.learn(group, text)
         return group
 
     def add_dump(self, log: str, match: Match, dump: Dump) -> None:
@@ -166,7 +171,7 @@ class Groups:
                     text=dump.cause or "stacks of all threads",
                 )
             )
-        self._learn(group, dump.cause)
+        self.learn(group, dump.cause)
         if dump.deadlock is not None:
             holder, waiter = dump.deadlock
             group.facts[f"{holder.name} holds the compile lock and waits for autograd, at {holder.program_line}"] = None
@@ -218,6 +223,15 @@ class Groups:
         group.count_one("possible", stream)
         return True, group
 
+    def learn(self, group: Group, text: str) -> None:
+        """Note what a message says in numbers."""
+        kind = group.kind.id
+        if len(group.facts) < _MAX_FACTS:
+            for fact in facts(kind, text):
+                group.facts[fact] = None
+        if kind == "nccl-timeout":  # its facts come at the end, so its group is never full before
+            self._collectives.setdefault((kind, group.signature), Collectives()).add(text)
+
     def _group(self, match: Match, signature: str, frames: list[Frame]) -> Group | None:
         """The group of this kind and signature, or None where there are too many."""
         kind, sure = match
@@ -229,14 +243,6 @@ class Groups:
                 return None
             group = self._groups[key] = Group(kind=kind, sure=sure, signature=signature, where=program_lines(frames))
         return group
-
-    def _learn(self, group: Group, text: str) -> None:
-        kind = group.kind.id
-        if len(group.facts) < _MAX_FACTS:
-            for fact in facts(kind, text):
-                group.facts[fact] = None
-        if kind == "nccl-timeout":
-            self._collectives.setdefault((kind, group.signature), Collectives()).add(text)
 
 
 def signature_of(kind: Kind, traceback: Traceback) -> str:

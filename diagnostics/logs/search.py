@@ -141,7 +141,7 @@ class LogSearch:
         """Count a run whose message has ended: as before, where it came before."""
         key = run.key if run.first_line in self.counted and run.last_line in self.counted else None
         known = self._known_runs.get(key) if key is not None else None
-        if known is not None and all([group.is_full for group, _ in known]):  # noqa: C419 - faster so
+        if known is not None and (all([group.is_full for group, _ in known]) or self._learned(run, known)):  # noqa: C419 - faster so
             del self._runs[name]
             for group, sure in known:
                 group.count_one(sure, name)
@@ -158,6 +158,15 @@ class LogSearch:
         noted, self._noted = self._noted, None
         if key is not None and is_free and self._begun is None and not digits_matter(b"\n".join(key)):
             self._learn(key, unknown, noted)
+
+    def _learned(self, run: Run, known: list[tuple[Group, Sure]]) -> bool:
+        """Whether the numbers in the message are all that could be new in a run that came before; then they are noted."""
+        ending = run.exception if len(known) == 1 and known[0][0].has_evidence else None
+        if ending is None:
+            return False
+        exception, message = ending
+        self.groups.learn(known[0][0], f"{exception}: {message}")
+        return True
 
     def _learn(self, key: floods.Key, unknown: tuple[floods.Key, str, str] | None, noted: list[_Noted]) -> None:
         """Remember what a run counted."""

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 _Key = TypeVar("_Key")
 _ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _MAX_KNOWN = 4096  # texts of one kind
-MAX_TEXT = 500  # characters of what is remembered
+MAX_TEXT = 800  # characters of what is remembered: a GPU out of memory says 600 in one line
 _DIGITS = re.compile(r"\d")
 _ADDRESS = re.compile(rb"""0x[0-9a-fA-F]+(?=[]>),'"])""")
 
