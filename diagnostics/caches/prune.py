@@ -13,7 +13,7 @@ from pathlib import Path
 
 from diagnostics.caches import trash
 from diagnostics.caches.entries import AUTOGRAD, GRAPHS, LOCKS, OTHER, Entry
-from diagnostics.caches.errors import NotObservedError, RefusedError
+from diagnostics.caches.errors import CacheError, NotObservedError, RefusedError
 from diagnostics.caches.inventory import Inventory
 from diagnostics.caches.trash import Thrown
 
@@ -32,13 +32,13 @@ class Rules:
 
 
 def choose(inventory: Inventory, rules: Rules, now_seconds: float) -> list[tuple[Entry, str]]:
-    """The entries that go, and why. Raises NotObservedError where dates or files cannot be relied on."""
+    """The entries that go, and why. Raises CacheError; NotObservedError where dates or files cannot be relied on."""
     if inventory.scan.unread:
         raise NotObservedError(f"nothing was moved: {'; '.join(inventory.scan.unread[:3])}")
     if inventory.scan.doubtful and (rules.older_than_days is not None or rules.max_bytes is not None):
         raise NotObservedError(f"nothing was moved, ages are not known: {'; '.join(inventory.scan.doubtful[:3])}")
     if all(entry.part in {OTHER, LOCKS} for entry in inventory.entries) and inventory.entries:
-        raise RefusedError(f"{inventory.directory} holds nothing that torch or Triton keeps in a compile cache: name one")
+        raise CacheError(f"{inventory.directory} holds nothing that torch or Triton keeps in a compile cache: name one")
     able = [entry for entry in inventory.entries if entry.part not in {OTHER, LOCKS} or entry.damage is not None]
     going: dict[str, tuple[Entry, str]] = {}
     for entry in able:
