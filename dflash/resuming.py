@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dflash import checkpoint, events
+from dflash import checkpoint
 from dflash.checkpoint import TrainState
 from dflash.config import RunConfig
 from dflash.errors import CheckpointError
@@ -21,24 +21,24 @@ _LOCK_SECONDS = 5.0  # a run that was killed may still be ending
 
 
 @contextlib.contextmanager
-def held(config: RunConfig) -> Iterator[None]:
+def held(config: RunConfig) -> Iterator[list[str]]:
     """Keep other runs out of the output directory, which is made for a first start.
 
-    Raises CheckpointError while another run is in it. Storage that cannot lock is used without, which a notice says.
+    Raises CheckpointError while another run is in it. Storage that cannot lock is used without: yields the notice that says so.
     """
     if config.resume and not config.output.is_dir():  # nothing to resume, which is told by whoever looks for it
-        yield
+        yield []
         return
     config.output.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(config.output / LOCK_FILE, timeout=_LOCK_SECONDS)
+    lock, notices = FileLock(config.output / LOCK_FILE, timeout=_LOCK_SECONDS), []
     try:
         lock.acquire()
     except Timeout:
         raise CheckpointError(f"{config.output} is in use by another run: wait until it ends, or use another --output") from None
-    except (OSError, NotImplementedError) as error:
-        events.record("notice", text=f"{config.output} cannot be locked ({error}): whether another run uses it is not known")
+    except NotImplementedError as error:
+        notices.append(f"{config.output} cannot be locked ({error}): whether another run uses it is not known")
     try:
-        yield
+        yield notices
     finally:
         lock.release()
 

@@ -55,10 +55,11 @@ def train(config: RunConfig) -> dict[str, Any] | None:
     placement = place(config)
     policy = CompilePolicy(config.compile, num_drafters=len(placement.drafters))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(resuming.held(config))
+        notices = stack.enter_context(resuming.held(config))
         resumed = resuming.saved_state(config)
         stop = stack.enter_context(stop_on_signals())
         measured = stack.enter_context(_running(config, policy, placement, stop, resumed))
+        _record(notices)
         parts = build(config, placement, policy)
         engine = ThreadsEngine(config, placement, parts, policy)
         return _train(Trainer(config, parts, policy, stop, engine), resumed, measured)
@@ -67,14 +68,15 @@ def train(config: RunConfig) -> dict[str, Any] | None:
 def train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
     """The training of one rank, which has joined the others; the one that leads keeps other runs out of the output."""
     with contextlib.ExitStack() as stack:
-        ranks.agree("taking the output", lambda: stack.enter_context(resuming.held(config)) if ranks.leads else None, USER_ERRORS)
-        return _train_rank(config, ranks)
+        notices = ranks.agree(
+            "taking the output", lambda: stack.enter_context(resuming.held(config)) if ranks.leads else [], USER_ERRORS
+        )
+        return _train_rank(config, ranks, notices)
 
 
-def _train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
-    notices: list[str] = []
+def _train_rank(config: RunConfig, ranks: Ranks, notices: list[str]) -> dict[str, Any] | None:
     if ranks.launch.restart:
-        notices = ranks.agree("looking at the checkpoints", lambda: resuming.set_aside(config, leads=ranks.leads), USER_ERRORS)
+        notices += ranks.agree("looking at the checkpoints", lambda: resuming.set_aside(config, leads=ranks.leads), USER_ERRORS)
         config = resuming.restarted(config)
         if (finished := resuming.finished(config)) is not None:
             return finished if ranks.leads else None
@@ -87,8 +89,7 @@ def _train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
     config.output.mkdir(parents=True, exist_ok=True)
     policy = CompilePolicy(config.compile, num_drafters=1)
     with _running(config, policy, placement, ranks.stop, resumed, leads=ranks.leads) as measured:
-        for text in notices:
-            events.record("notice", text=text)
+        _record(notices)
         parts = ranks.agree("building", lambda: build(config, placement, policy, leads=ranks.leads), USER_ERRORS)
         ranks.agree("comparing with the checkpoint", lambda: _check_resumed(config, parts, resumed), USER_ERRORS)
         if ranks.is_target:
@@ -96,6 +97,12 @@ def _train_rank(config: RunConfig, ranks: Ranks) -> dict[str, Any] | None:
             return None
         engine = RanksEngine(config, ranks, parts, policy)
         return _train(Trainer(config, parts, policy, ranks.stop, engine), resumed, measured)
+
+
+def _record(notices: list[str]) -> None:
+    """Tell what was found before anybody listened."""
+    for text in notices:
+        events.record("notice", text=text)
 
 
 def _check_resumed(config: RunConfig, parts: Parts, resumed: TrainState | None) -> None:

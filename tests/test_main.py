@@ -112,6 +112,16 @@ def test_a_run_keeps_others_out_of_its_directory(
     assert not (tmp_path / "none").exists()
 
 
+def test_storage_that_cannot_lock_is_used_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(_lock: object) -> None:
+        raise NotImplementedError("no flock here")
+
+    monkeypatch.setattr(resuming.FileLock, "acquire", cannot)
+    assert command.main(flags(tmp_path / "run")) == 0
+    told = (tmp_path / "run" / "events.jsonl").read_text()
+    assert told.count("cannot be locked (no flock here): whether another run uses it is not known") == 1
+
+
 def test_help_of_several_ranks_is_printed_by_the_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
